@@ -35,7 +35,7 @@ test: setup ## run the tests on two cores; ARGS="-k name" picks some, ARGS="-n 0
 test-fast: setup ## run the tests that start no process and take no seconds each
 	@exec env $(PYTEST) $(WORKERS) -m "not slow and not e2e and not ranks and not vllm and not seconds" $(ARGS)
 
-test-slow: setup ## run the tests that take longer than a minute each
+test-slow: setup ## run the tests that take longer than a minute each, and second proofs
 	@exec env $(PYTEST) -m slow $(ARGS)
 
 stress: setup ## run the tests that start processes N times, beside busy loops and as on lesser CPUs, and count failures

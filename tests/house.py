@@ -23,13 +23,14 @@ OPTIONAL = (
     "controller/planning/",
     "controller/runs/report/",
     *(f"controller/runs/loggers/{name}" for name in ("event_files", "trackio_run", "wandb_run")),
-    *(f"controller/commands/{name}" for name in ("check_parts", "compare", "report_run", "sweep")),
+    *(f"controller/commands/{name}" for name in ("check_parts", "compare", "model_directory", "report_run", "sweep")),
     "trainer/engines/contract/",
     "trainer/engines/mcore/",
     "trainer/engines/mfsdp/",
     "trainer/families/",
-    *("rl/advantages/published_advantages.py", "rl/losses/published_losses.py"),
+    *("rl/advantages/published_advantages.py", "rl/losses/published_losses.py", "rl/losses/traced_loss.py"),
     *("configs/mixture_smollm2_cpu.py", "rl/envs/mixture.py"),
+    *("configs/reward_smollm2_cpu.py", "rl/envs/reward_model.py"),
 )
 """Optional parts, by the beginning of their paths. Entry points name them; no core module imports them."""
 ROOMS = (

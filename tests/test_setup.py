@@ -145,6 +145,7 @@ def test_other_environments_have_the_torch_of_ours() -> None:
 
 
 @pytest.mark.seconds
+@pytest.mark.slow
 def test_torch_comes_from_where_pip_is_configured(checkout: Path, registry: dict[str, str]) -> None:
     done = setup(checkout, env=registry | {"PIP_FIND_LINKS": str(checkout.parent / "cpu-builds")})
     assert done.returncode == 0, done.stderr
@@ -154,6 +155,7 @@ def test_torch_comes_from_where_pip_is_configured(checkout: Path, registry: dict
 
 
 @pytest.mark.seconds
+@pytest.mark.slow
 def test_torch_comes_from_the_index_of_cpu_builds(checkout: Path, registry: dict[str, str]) -> None:
     address = make_index(checkout.parent / "torch", (checkout.parent / "cpu-builds").iterdir())
     done = setup(checkout, env=registry | {"OWNLOOP_TORCH_INDEX": address})
@@ -180,6 +182,7 @@ def test_torch_of_the_registry_is_the_last_resort(checkout: Path, registry: dict
 
 
 @pytest.mark.seconds
+@pytest.mark.slow
 def test_a_set_up_for_gpus_has_no_cpu_build(checkout: Path, registry: dict[str, str]) -> None:
     found = registry | {"PIP_FIND_LINKS": str(checkout.parent / "cpu-builds")}
     done = setup(checkout, "DEVICE=gpu", env=found)
@@ -198,6 +201,7 @@ def test_a_set_up_for_gpus_has_no_cpu_build(checkout: Path, registry: dict[str, 
 
 
 @pytest.mark.seconds
+@pytest.mark.slow
 def test_a_stack_that_cannot_be_imported_is_named(checkout: Path, registry: dict[str, str]) -> None:
     (checkout / "generator" / "engine.py").write_text("raise OSError('libomp.so.5: cannot open shared object file')")
     done = setup(checkout, env=registry)
@@ -206,6 +210,7 @@ def test_a_stack_that_cannot_be_imported_is_named(checkout: Path, registry: dict
 
 
 @pytest.mark.seconds
+@pytest.mark.slow
 def test_a_full_disk_is_named_and_the_next_call_continues(checkout: Path, registry: dict[str, str]) -> None:
     """The stand-in for a full disk is /dev/full, where the kernel refuses every byte as it does there."""
     full = """[ "$2" != sync ] || { cat /dev/zero >/dev/full; exit 2; }"""
@@ -230,6 +235,7 @@ def test_a_cut_network_is_named_and_the_next_call_continues(checkout: Path, regi
 
 
 @pytest.mark.seconds
+@pytest.mark.slow
 def test_a_missing_compiler_is_named_and_the_next_call_continues(checkout: Path, registry: dict[str, str]) -> None:
     """One package of the locks has no wheel."""
     add_source(checkout.parent / "sources", "needs-compiler", "1.0")
@@ -254,6 +260,7 @@ def test_a_missing_compiler_is_named_and_the_next_call_continues(checkout: Path,
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.slow
 def test_the_commands_of_the_dockerfile_end_well(checkout: Path, registry: dict[str, str], device: str) -> None:
     """They run here in a folder; a program stands in for apt-get, and shows that it was called."""
     lines = (checkout / "Dockerfile").read_text().replace("\\\n", " ").splitlines()

@@ -92,7 +92,7 @@ def environment_of_a_user(folder: Path) -> tuple[Path, dict[str, str]]:
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("program", ["uv pip", "pip"])
+@pytest.mark.parametrize("program", ["uv pip", pytest.param("pip", marks=pytest.mark.slow)])
 def test_one_command_installs_the_checkout_with_extras(tmp_path: Path, program: str) -> None:
     """The registry is a folder. It has an empty package for each line of the lock, but those that build ownloop."""
     wheels = tmp_path / "wheels"

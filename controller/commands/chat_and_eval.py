@@ -9,36 +9,27 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from tyro.conf import Positional, arg
 
 from controller.commands.command import OfCheckpoint, TakesFields
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import finish
-from controller.commands.recipes import override
+from controller.commands.recipes import override, runnable_configuration
+from controller.runs.folder import CONFIG_FILE, began_at, complete_checkpoints
 from rl.types import SamplingParams
 
 if TYPE_CHECKING:
+    from controller.runs.console import Console
     from generator.config import GeneratorConfig
     from rl.protocols import Generator
+    from rl.rollouts.evaluation import Evaluation
     from rl.rollouts.rendering import Renderer
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-from controller.commands.recipes import runnable_configuration
-from controller.runs.folder import CONFIG_FILE, began_at, complete_checkpoints
-
-if TYPE_CHECKING:
-    from controller.runs.console import Console
-    from rl.rollouts.evaluation import Evaluation
-
 _MAX_CONTEXT = 4096
-
-
 _NEEDED = ("env", "generator", "sampling", "num_eval")
 
 

@@ -1,4 +1,4 @@
-"""`ownloop export` and `ownloop model`: model directories, and the card of an exported one.
+"""`ownloop export`: a checkpoint as a model directory, with a card.
 
 The card (README.md) says from what a model was made, how, and with which results. Its head is in the form that the
 Hugging Face Hub reads: https://huggingface.co/docs/hub/model-cards
@@ -68,22 +68,6 @@ def logs_of_export(folder: Path, output: CapturedOutput) -> Path:
     logs.mkdir(parents=True, exist_ok=True)
     output.move_to(logs / "export.log")
     return logs
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """Prepares a model and prints its directory."""
-
-    name: Annotated[str, Positional, arg(metavar="NAME")]
-    """A name on the hub as ORG/NAME[@REVISION], smollm2-135m-instruct, or a directory."""
-
-    def run(self) -> int:
-        """Prints the directory on standard output, and what is being done on standard error."""
-        from controller.runs.models import resolve_model
-
-        with CapturedOutput() as output:
-            print(resolve_model(self.name, output.say), file=output.terminal)
-        return 0
 
 
 def name_of_data(config: Any) -> str:

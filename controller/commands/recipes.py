@@ -74,7 +74,8 @@ def _parts() -> list[str]:
 
 
 def loss_lines() -> Iterator[str]:
-    """Name, docstring, inputs and options of every loss, as lines of Markdown."""
+    """Name, docstring, inputs and options of every loss, then the losses of pairs, as lines of Markdown."""
+    from rl.algorithms.preferences import PAIR_LOSSES
     from rl.losses import all_losses, option_defaults
 
     for name, loss in sorted(all_losses().items()):
@@ -82,6 +83,9 @@ def loss_lines() -> Iterator[str]:
         options = ", ".join(f"`{key} = {value!r}`" for key, value in option_defaults(loss.function).items())
         yield from (f"## {name}", "", inspect.getdoc(loss.function) or "", "", f"Needs {needs}.")
         yield from (f"Options: {options}." if options else "It has no options of its own.", "")
+    yield from ("# Losses of pairs", "", "`--loss NAME` in recipes of the loop `dpo`.", "")
+    for name, function in sorted(PAIR_LOSSES.items()):
+        yield from (f"## {name}", "", inspect.getdoc(function) or "", "")
 
 
 def advantage_lines() -> Iterator[str]:

@@ -1,7 +1,7 @@
 """DPO (https://arxiv.org/abs/2305.18290): learn from pairs of answers which one is better, by their log-probs alone.
 
-Copy this page to write your own loop. The reference is the policy before training: it scores all pairs before the first
-update, so no second model is held. `rl/algorithms/preferences.py` says why the gradient is exact.
+Copy this page to write your own loop. IPO, KTO, ORPO, SimPO and a reward model's are losses of it. The reference is the
+policy before training: it scores all pairs before the first update. `rl/algorithms/preferences.py` has the gradient.
 """
 
 import functools
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from controller.launching.launcher import Launcher
 from controller.runs import Console, Loop, LoopConfig, Run, RunFolder, check_texts_fit, resolve_model
 from rl.algorithms import preferences as pairs
-from rl.checks import check_above_zero, check_at_least, check_known
+from rl.checks import check_at_least
 from rl.data.sources import Preferences
 from rl.rollouts.rendering import Renderer
 from rl.schedules import linear, warmup
@@ -28,7 +28,9 @@ class DPOConfig(LoopConfig):
     loss: str = "dpo"
     """A row of `rl.algorithms.preferences.PAIR_LOSSES`."""
     beta: float = 0.1
-    """How strongly the policy is held to the reference."""
+    """How strongly the policy is held to the reference; the scale of the reward in `simpo`, and lambda in `orpo`."""
+    margin: float = 0.0
+    """By how much a chosen answer's implicit reward shall exceed the rejected one's, in `dpo` and `simpo`."""
     max_tokens: int = 2048
     """A pair is left out, and counted, if either answer makes it longer than this."""
 
@@ -36,8 +38,7 @@ class DPOConfig(LoopConfig):
         """Raises ValueError naming the field, the value and what is accepted."""
         LoopConfig.__post_init__(self)
         check_at_least(1, pairs_per_step=self.pairs_per_step)
-        check_known("loss", self.loss, pairs.PAIR_LOSSES)
-        check_above_zero(beta=self.beta)
+        pairs.PairLoss(name=self.loss, beta=self.beta, margin=self.margin, head=self.trainer.head)
 
     def loop(self) -> Loop:
         return train
@@ -47,23 +48,23 @@ async def train(config: DPOConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
     model, per_step, limit = resolve_model(config.model, run.phase), config.pairs_per_step, config.max_tokens
-    measure = functools.partial(pairs.measure_pairs, loss=pairs.PAIR_LOSSES[config.loss], beta=config.beta)
+    loss = pairs.PairLoss(name=config.loss, beta=config.beta, margin=config.margin, head=config.trainer.head)
     learning_rate = warmup(linear(config.learning_rate, 0.0, config.num_steps + 1), config.warmup_steps)
-    to_data = functools.partial(pairs.preferences_to_data, Renderer(model, date=run.began), max_tokens=limit)
+    to_data = functools.partial(loss.data, Renderer(model, date=run.began), max_tokens=limit)
     check_texts_fit(limit, model, eval_data := to_data(config.data.eval_preferences(config.num_eval)))
 
     def training_data(step: int) -> list[Datum]:
         return to_data(config.data.train_preferences(config.seed, (step - 1) * per_step, per_step))
 
     async def evaluate(step: int) -> None:
-        run.log_measurements(step, **measure(await pairs.sequence_logprobs(trainer, eval_data), eval_reference))
+        run.log_measurements(step, **loss.measure(await pairs.score_pairs(trainer, eval_data, eval_reference)))
 
     run.phase("starting trainer")
     async with Launcher(run.log_dir, config.hosts) as launcher:
         trainer = await launcher.trainer(model, config.trainer)
         numbers = run.counted("scoring every pair with the reference", range(config.num_steps + 1))
-        batches = (training_data(step) if step else eval_data for step in numbers)
-        eval_reference, *reference = await pairs.reference_logprobs(trainer, batches, folder.path / "reference.json")
+        batches, file = (training_data(step) if step else eval_data for step in numbers), folder.path / "reference.json"
+        eval_reference, *reference = await pairs.reference_logprobs(trainer, batches, file, loss)
         async with run.steps(policy=trainer) as steps:
             for step in steps:
                 if (step - 1) % config.evaluate_every == 0:
@@ -73,15 +74,14 @@ async def train(config: DPOConfig, folder: RunFolder, console: Console) -> None:
                     batch, frozen = training_data(step), reference[step - 1]
                 if batch:
                     with clock("forward"):
-                        logprobs = await pairs.sequence_logprobs(trainer, batch)
+                        scored = await pairs.score_pairs(trainer, batch, frozen)
                     with clock("forward_backward"):
-                        differences = pairs.log_ratio_differences(logprobs, frozen)
-                        _, slopes = pairs.PAIR_LOSSES[config.loss](differences, config.beta)
-                        output = await trainer.forward_backward(pairs.weight_pairs(batch, slopes), "cross_entropy")
+                        losses, slopes = loss(scored)
+                        output = await trainer.forward_backward(pairs.weight_pairs(batch, slopes), loss.token_loss)
                     with clock("optim_step"):
-                        update = await trainer.optim_step(config.optim(learning_rate(step - 1)), 1 / len(differences))
-                    metrics = {name: float(m.values.mean()) for name, m in measure(logprobs, frozen).items()}
-                    run.end_step((), batch, output, update, {**metrics, "pairs_too_long": per_step - len(differences)})
+                        update = await trainer.optim_step(config.optim(learning_rate(step - 1)), 1 / len(losses))
+                    metrics = {name: float(m.values.mean()) for name, m in loss.measure(scored).items()}
+                    run.end_step((), batch, output, update, {**metrics, "pairs_too_long": per_step - len(losses)})
                 else:
                     run.end_step_without_update(why="every pair was longer than max_tokens")
                 await run.checkpoint_if_due()

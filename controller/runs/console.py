@@ -109,11 +109,12 @@ class Console:
 
     def evaluation(self, label: str, evaluation: Evaluation) -> None:
         """Shows the reward on held-out problems; `label` says when ("before training", "after 10 steps")."""
-        for name, interval in evaluation.intervals.items():
-            line = Text(f"held-out {name.replace('_', ' ')} {label}: ", style="bold")
-            line.append(f"{interval.mean:.3f}", style="bold green")
-            line.append(f"  95 % interval [{interval.low:.3f}, {interval.high:.3f}], {len(evaluation.groups)} problems")
-            self._print(line)
+        for prefix, part in evaluation.sets.items():
+            for name, interval in part.intervals.items():
+                line = Text(f"held-out {f'{prefix}{name}'.replace('_', ' ')} {label}: ", style="bold")
+                line.append(f"{interval.mean:.3f}", style="bold green")
+                line.append(f"  95 % interval [{interval.low:.3f}, {interval.high:.3f}], {len(part.groups)} problems")
+                self._print(line)
 
     def measurements(self, label: str, measured: Mapping[str, Measurement]) -> None:
         """Shows measurements on held-out data, by name; `label` as in `evaluation`."""

@@ -119,6 +119,24 @@ class LoopConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """A further held-out set of a run. It has no part in training."""
+
+    env: Env
+    num_eval: int = 200
+    """Problems of an evaluation."""
+    samples: int = 1
+    """Answers to each problem, as `eval_samples`."""
+    sampling: SamplingParams | None = None
+    """How answers are sampled, or the training's `sampling`. A single answer is greedy."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        require_env(self.env)
+        check_at_least(1, **{"HeldOut.num_eval": self.num_eval, "HeldOut.samples": self.samples})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutLoopConfig(LoopConfig):
     """Fields of a loop that learns from rollouts."""
 
@@ -134,6 +152,8 @@ class RolloutLoopConfig(LoopConfig):
     """Rollouts of each problem."""
     eval_samples: int = 1
     """Answers to each held-out problem: 1 is a greedy one; several are sampled and also give pass@k."""
+    held_out: Mapping[str, HeldOut] = field(default_factory=dict[str, HeldOut])
+    """Further held-out sets by name, which every evaluation measures: "aime" gives the metric `eval_aime_reward`."""
     placement: Placement = "split"
     """Which GPUs trainers and generator use: "split" gives each its own; "colocated" gives all of them the first ones,
     and they take turns: see `docs/memory.md`. A loop that trains and samples at the same time gains nothing by it."""
@@ -156,10 +176,15 @@ class RolloutLoopConfig(LoopConfig):
         check_at_least(
             1, prompts_per_step=self.prompts_per_step, group_size=self.group_size, eval_samples=self.eval_samples
         )
+        for name in self.held_out:
+            if not name.isidentifier():
+                raise ValueError(f"held_out has {name!r}; a name must have letters, digits and underscores alone")
         if self.env_time_limit_s is not None:
             check_above_zero(env_time_limit_s=self.env_time_limit_s)
         check_sampled_distribution(self.sampling)
-        if self.sampling.cuts:
+        if any(
+            each is not None and each.cuts for each in (self.sampling, *(h.sampling for h in self.held_out.values()))
+        ):
             self._set("generator", replace(self.generator, kept_sets=True))
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from controller.runs.loop_config import RolloutLoopConfig
+from controller.runs.loop_config import HeldOut, RolloutLoopConfig
 from controller.runs.models import resolve_model, resolve_teacher
 from controller.runs.recording import RecordedEnv
 from generator.config import GeneratorConfig
-from rl.protocols import Generator, Problem, best_reward_of
+from rl.protocols import Env, Generator, Problem, best_reward_of
 from rl.rollouts.episodes import rollout_groups, step_seed
 from rl.rollouts.evaluation import Evaluation, eval_sampling, evaluate
 from rl.rollouts.guard import time_limit_of, words_of
@@ -30,11 +30,15 @@ class RolloutSource:
         self.model = resolve_model(config.model, tell)
         """The policy's directory."""
         self.renderer = Renderer(self.model, config.generator.max_model_len, date=date)
-        stop = dict.fromkeys((*config.env.stop, *config.sampling.stop))  # either's strings end an answer
-        self.sampling = replace(config.sampling, stop=tuple(stop))
-        self.eval_problems = config.env.eval_problems(config.num_eval)
+        self.sampling = _stopping(config.sampling, config.env)
+        main = HeldOut(env=config.env, num_eval=config.num_eval, samples=config.eval_samples)
+        self._held_out = {"": main, **config.held_out}
+        self._held_out_problems = {name: each.env.eval_problems(each.num_eval) for name, each in self._held_out.items()}
+        self.eval_problems = self._held_out_problems[""]
         """The held-out problems, always the same."""
-        check_prompts_fit(self.renderer, self.eval_problems, config.generator, self.sampling)
+        for name, each in self._held_out.items():
+            sampling = each.sampling or self.sampling
+            check_prompts_fit(self.renderer, self._held_out_problems[name], config.generator, sampling)
         self._config = config
         self._time_limit_s = config.env_time_limit_s or time_limit_of(config.env)
         self._recording = config.env if isinstance(config.env, RecordedEnv) else None
@@ -79,15 +83,26 @@ class RolloutSource:
         )
 
     async def evaluate(self, generator: Generator) -> Evaluation:
-        """Evaluates on the held-out problems, with `eval_samples` answers to each."""
+        """Evaluates on the held-out problems, one set after the other, with `eval_samples` answers to each."""
+        done = {name: await self._evaluate(generator, name) for name in self._held_out}
+        return replace(done.pop(""), others=done)
+
+    async def _evaluate(self, generator: Generator, name: str) -> Evaluation:
+        held_out = self._held_out[name]
+        sampling = _stopping(held_out.sampling or self._config.sampling, held_out.env)
         return await evaluate(
             generator,
             self.renderer,
-            self.eval_problems,
-            *eval_sampling(self.sampling, self._config.eval_samples),
-            time_limit_s=self._time_limit_s,
-            best_reward=best_reward_of(self._config.env),
+            self._held_out_problems[name],
+            *eval_sampling(sampling, held_out.samples),
+            time_limit_s=self._config.env_time_limit_s or time_limit_of(held_out.env),
+            best_reward=best_reward_of(held_out.env),
         )
+
+
+def _stopping(sampling: SamplingParams, env: Env) -> SamplingParams:
+    """The sampling with the environment's stop strings: either's end an answer."""
+    return replace(sampling, stop=tuple(dict.fromkeys((*env.stop, *sampling.stop))))
 
 
 def check_prompts_fit(

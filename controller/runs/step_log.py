@@ -156,9 +156,13 @@ class StepLog:
         self._first_step = step if self._first_step is None else self._first_step
         self._last_evaluation = evaluation
         self._console.evaluation(_label(step), evaluation)
-        self._log_intervals(step, evaluation.intervals)
-        self._loggers.log_rollouts(step, evaluation.groups, split="eval")
-        self._warn_of_failures(f"evaluation {_label(step)}", evaluation.groups)
+        sets = evaluation.sets.items()
+        self._log_intervals(
+            step, {f"{set_}{name}": each for set_, part in sets for name, each in part.intervals.items()}
+        )
+        for prefix, part in sets:
+            self._loggers.log_rollouts(step, part.groups, split=f"eval_{prefix}".rstrip("_"))
+            self._warn_of_failures(f"evaluation {prefix}{_label(step)}", part.groups)
         self._curves_are_old = True
         self._draw_if_due()
 

@@ -24,7 +24,7 @@ from controller.server.openai_routes import openai_routes
 from controller.server.sampling_clients import MAX_SAMPLES
 from controller.server.status import add_monitoring, status_routes
 from controller.server.training_client import TrainingClient
-from controller.server.wire import OWN_LOSS, check_size, decode_request
+from controller.server.wire import check_size, decode_request
 
 POLL_S = 25.0
 """How long a request for a result waits for it. The client gives up after 45 s."""
@@ -68,9 +68,13 @@ class CancelledRequest(BaseModel):
 
 
 async def client_config(request: Request) -> dict[str, Any]:
-    """Flags of the SDK: larger requests, so that one logical batch stays together."""
+    """Flags of the SDK: larger requests, so that one logical batch stays together, and losses that run here."""
     limits: Limits = request.app.state.limits
-    return {"fwdbwd_max_chunk_bytes_count": limits.body_bytes // 4, "proto_compress_fwdbwd": False}
+    return {
+        "fwdbwd_max_chunk_bytes_count": limits.body_bytes // 4,
+        "proto_compress_fwdbwd": False,
+        "custom_loss_server_side": True,
+    }
 
 
 async def dynamic_config() -> dict[str, Any]:
@@ -135,7 +139,7 @@ async def forward_backward(request: Request, door: Door, user: Caller) -> dict[s
 
     async def call(client: TrainingClient) -> Answer:
         check_size(body, limits)
-        return await client.forward_backward(body)
+        return await client.forward_backward(body, door.session(body.model_id.partition(":")[0]).losses)
 
     return _accepted(door.submit(body.model_id, body.seq_id, call), body.model_id)
 
@@ -170,10 +174,9 @@ async def save_weights_external(body: types.SaveWeightsExternalRequest, door: Do
     return _accepted(door.submit(body.model_id, body.seq_id, lambda client: client.export(body)), body.model_id)
 
 
-async def create_custom_loss() -> Response:
-    """Refused: a loss of the client's own runs in the client, which the SDK does unless a server asks for it."""
-    detail = f"create_custom_loss is not supported by this server: it runs no code of a client; {OWN_LOSS}"
-    return JSONResponse({"detail": detail}, 404)
+async def create_custom_loss(body: types.CreateCustomLossRequest, door: Door) -> dict[str, Any]:
+    """A loss of the client's own, as a graph."""
+    return _accepted(door.create_loss(body), body.session_id)
 
 
 async def create_sampling_session(

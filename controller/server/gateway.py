@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TypeAlias
@@ -23,8 +23,11 @@ from controller.server.database import DATABASE, Database, TrainingRunRow, now
 from controller.server.sampling_clients import Sampler, SamplingClients
 from controller.server.served_models import ServedModel, ServedModels
 from controller.server.training_client import TrainingClient, unloaded_whole
+from controller.server.wire import traced_loss
 from rl.lora import Policy
+from rl.losses import Loss
 
+MAX_LOSSES = 100
 SESSION_S = 1800.0
 """A session that has sent no heartbeat for so long has ended. Clients send one every 10 s."""
 _SWEEP_S = 30.0
@@ -43,6 +46,8 @@ class ClientSession:
     display_name: str | None
     last_seen: float
     """A time of the event loop's clock."""
+    losses: dict[str, Loss] = field(default_factory=dict[str, Loss])
+    """The client's own, by id."""
 
 
 class Gateway:
@@ -164,6 +169,21 @@ class Gateway:
             return row, lambda client: client.create()
 
         return self._begin(session, request.model_seq_id, made)
+
+    def create_loss(self, request: types.CreateCustomLossRequest) -> PendingAnswer:
+        """Keeps a loss that the client sends as a graph, for the time of its session."""
+        session, number = self.session(request.session_id), request.custom_loss_seq_id
+        pending, new = self.answers.open((session.id, "loss", number), session.id)
+        if new:
+            try:
+                if len(session.losses) >= MAX_LOSSES:
+                    raise ValueError(f"the session has {MAX_LOSSES} losses, the most that this server keeps for one")
+                session.losses[f"{session.id}:loss:{number}"] = traced_loss(request)
+                response = types.CreateCustomLossResponse(loss_id=f"{session.id}:loss:{number}")
+                pending.set(Answer.json(response.model_dump()))
+            except ValueError as error:
+                pending.set(Answer.failure(error))
+        return pending
 
     def create_from(self, request: types.LoadWeightsRequest) -> PendingAnswer:
         """Makes a training client of a checkpoint's adapter."""

@@ -21,7 +21,7 @@ from controller.server.sampling_clients import SamplingClients
 from controller.server.served_models import ServedModel, WholeTraining
 from controller.server.wire import TrainingBatch, encode_output, read_batch
 from rl.lora import Policy
-from rl.losses import LossInputs
+from rl.losses import Loss, LossInputs
 from rl.protocols import Trainer
 from rl.types import AdamParams, ForwardBackwardOutput, MuonParams
 
@@ -95,14 +95,20 @@ class TrainingClient:
         self._trainer, self.model = self._whole.trainer, self._whole.served
         return self._trainer
 
-    async def forward_backward(self, request: messages.ForwardBackwardRequest) -> Answer:
-        """Adds the gradient of a loss, summed over all tokens; only computes it if the request is `forward_only`."""
-        batch = await asyncio.to_thread(read_batch, request)
+    async def forward_backward(
+        self, request: messages.ForwardBackwardRequest, own_losses: Mapping[str, Loss]
+    ) -> Answer:
+        """Adds the gradient of a loss, summed over all tokens; only computes it if the request is `forward_only`.
+
+        `own_losses` are the losses that the client's session has made, by id.
+        """
+        batch = await asyncio.to_thread(read_batch, request, own_losses)
         if batch.forward_only:
             output = await self._current.forward(batch.data, entropy=batch.loss.needs_entropy)
             metrics = await asyncio.to_thread(_evaluate, batch, output)
         else:
-            output = await self._current.forward_backward(batch.data, batch.loss.name, _options(batch))
+            loss = batch.loss if batch.loss.name == "custom" else batch.loss.name
+            output = await self._current.forward_backward(batch.data, loss, _options(batch))
             metrics = output.metrics
             num_tokens = sum(len(datum.tokens) for datum in batch.data)
             self.num_tokens += num_tokens

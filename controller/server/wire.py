@@ -10,19 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 import zstandard
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
+from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
 from controller.server.config import Limits
 from rl.losses import Loss, get_loss
 from rl.losses.shared import SharedOptions
+from rl.losses.traced_loss import PREFIX, Node, TracedLoss
 from rl.types import REPORTED_WEIGHT, Datum
 
 SERVED_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 """Tinker's losses that have a published formula. `forward_backward_custom` is made of them by the client."""
-OWN_LOSS = "for a loss of your own, use forward_backward_custom, which computes it in the client"
+OWN_LOSS = "for a loss of your own, there are create_custom_loss, and forward_backward_custom with a function"
 _OPTIONAL_INPUTS = ("weights", "old_logprobs", "reference_logprobs", "temperature")
 """`temperature` is an input of this server alone: that at which the client sampled, the same number at every token."""
 _DTYPES: Mapping[int, Any] = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64}
@@ -75,13 +78,17 @@ def check_size(request: messages.ForwardBackwardRequest, limits: Limits) -> None
             )
 
 
-def read_batch(request: messages.ForwardBackwardRequest) -> TrainingBatch:
-    """The datums and the loss of a request. Raises ValueError naming the datum and the field that cannot be used."""
-    loss = _read_loss(request)
+def read_batch(request: messages.ForwardBackwardRequest, own_losses: Mapping[str, Loss]) -> TrainingBatch:
+    """The datums and the loss of a request. `own_losses` are the losses that the client's session has made, by id.
+
+    Raises ValueError naming the datum and the field that cannot be used.
+    """
+    loss = _read_loss(request, own_losses)
     data: list[Datum] = []
     widths: list[int] = []
     for index, message in enumerate(request.data):
-        parts, width = _read_datum(f"data[{index}]", message, loss)
+        read = _read_own_datum if isinstance(loss.function, TracedLoss) else _read_datum
+        parts, width = read(f"data[{index}]", message, loss)
         data += parts
         widths.append(width)
     return TrainingBatch(data=tuple(data), widths=tuple(widths), loss=loss, forward_only=request.forward_only)
@@ -104,7 +111,10 @@ def encode_output(batch: TrainingBatch, logprobs: Sequence[NDArray[np.float32]],
         if width:
             field.trailing_shape.append(width)
     for name, value in metrics.items():
-        output.metrics[_with_reduction(name)] = value
+        if name.startswith(PREFIX):  # the trainer adds up over datums
+            output.metrics[name] = value / len(batch.data) if name.endswith(":mean") else value
+        else:
+            output.metrics[_with_reduction(name)] = value
     return output.SerializeToString()
 
 
@@ -115,8 +125,31 @@ def _with_reduction(name: str) -> str:
     return f"{name.removesuffix('_sum')}:sum"
 
 
-def _read_loss(request: messages.ForwardBackwardRequest) -> Loss:
+def traced_loss(request: types.CreateCustomLossRequest) -> Loss:
+    """The loss that a client sends as a graph. Raises ValueError for one that this server does not run."""
+    if [each.name for each in request.inputs[:1]] != ["logprobs"] or any(each.rank == 2 for each in request.inputs):
+        ranks = {each.name: each.rank for each in request.inputs}
+        raise ValueError(
+            f"loss {request.name!r} has inputs of ranks {ranks}; this server takes logprobs of rank 1, and then inputs "
+            "of rank 0 or 1"
+        )
+    inputs = request.inputs[1:]
+    traced = TracedLoss(
+        name=request.name,
+        inputs=tuple(each.name for each in inputs),
+        scalars=frozenset(each.name for each in inputs if each.rank == 0),
+        nodes=tuple(Node(n.op, n.name, n.target, tuple(n.args), n.kwargs) for n in request.graph.nodes),
+    )
+    return Loss(name="custom", function=traced, required_inputs=tuple(f"{PREFIX}{each.name}" for each in inputs))
+
+
+def _read_loss(request: messages.ForwardBackwardRequest, own_losses: Mapping[str, Loss]) -> Loss:
     name = request.loss_fn
+    if name == "custom":
+        loss_id = request.loss_fn_config_v2["loss_id"].text
+        if loss_id not in own_losses:
+            raise ValueError(f"loss_id is {loss_id!r}; this session has made {sorted(own_losses)}; {OWN_LOSS}")
+        return own_losses[loss_id]
     if name == "stable_reinforce":
         raise ValueError(
             "loss_fn is 'stable_reinforce', whose formula is not published; use loss_fn=ppo, cispo, gspo or "
@@ -163,6 +196,28 @@ def _read_datum(field: str, message: messages.Datum, loss: Loss) -> tuple[list[D
     columns = range(targets.shape[1])
     parts = [{name: np.ascontiguousarray(a[:, k]) for name, a in inputs.items()} for k in columns]
     return [Datum(tokens=tokens, loss_inputs=part, temperature=temperature) for part in parts], len(columns)
+
+
+def _read_own_datum(field: str, message: messages.Datum, loss: Loss) -> tuple[list[Datum], int]:
+    """The datum with the inputs of a traced loss, and 0."""
+    traced, tokens = loss.function, _read_tokens(f"{field}.model_input", message)
+    assert isinstance(traced, TracedLoss)
+    arrays = {name: _read_tensor(f"{field}.loss_fn_inputs[{name!r}]", t) for name, t in message.loss_fn_inputs.items()}
+    inputs: dict[str, NDArray[Any]] = {"weights": np.ones(len(tokens), np.float32)}
+    for name in ("target_tokens", *traced.inputs):
+        if name not in arrays:
+            raise ValueError(f"{field}.loss_fn_inputs lacks {name!r}; it has {sorted(arrays)}")
+        length = 1 if name in traced.scalars else len(tokens)
+        if arrays[name].shape != (length,):
+            raise ValueError(f"{field}.loss_fn_inputs[{name!r}] has shape {arrays[name].shape}; it must be [{length}]")
+        key = name if name == "target_tokens" else f"{PREFIX}{name}"
+        inputs[key] = np.broadcast_to(arrays[name], len(tokens)).copy()
+    dtypes = [torch.from_numpy(inputs[f"{PREFIX}{name}"]).dtype for name in traced.inputs]
+    try:
+        traced.check(dtypes, len(tokens))
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from error
+    return [Datum(tokens=tokens, loss_inputs=inputs)], 0
 
 
 def _read_temperature(field: str, given: NDArray[np.float32] | None) -> float:

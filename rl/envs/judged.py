@@ -3,7 +3,8 @@
     JudgedEnv(env=..., judge=Judge(base_url="http://127.0.0.1:8000/v1", model="Qwen/Qwen3-8B"))
 
 The environment plays its episodes as always; at the end of each, the judge reads the conversation, and its score takes
-the place of the environment's reward. A judge that fails costs a rollout, never the run.
+the place of the environment's reward. A judge that fails costs a rollout, never the run. `rl/envs/reward_model.py` has
+a judge that is a reward model in this process.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from rl.checks import check_above_zero, check_at_least
@@ -30,6 +31,50 @@ Answer:
 {answer}
 
 Reply with the number alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """The judge's words, and their cost."""
+
+    said: str = ""
+    reward: float = 0.0
+    cut_off: bool = False
+    problem: str = ""
+    """Why it has no reward; empty if it has one."""
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+    num_retries: int = 0
+
+
+class AnyJudge(Protocol):
+    """Rates a conversation."""
+
+    @property
+    def model(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def time_limit_s(self) -> float:
+        """Most seconds for one judgement."""
+        ...
+
+    @property
+    def failure_reward(self) -> float | None:
+        """See `Judge.failure_reward`."""
+        ...
+
+    def check(self) -> None:
+        """Raises ValueError, before a run starts any process, if it cannot judge."""
+        ...
+
+    async def rate(self, prompt: Prompt, turns: Sequence[Mapping[str, str]]) -> Judgement:
+        """Rates the prompt with the messages after it: answers without their reasoning, and what the environment said.
+
+        It fails by an exception, or a judgement with a `problem`.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,24 +129,43 @@ class Judge:
         limits = {"request_timeout_s": self.request_timeout_s, "time_limit_s": self.time_limit_s}
         check_above_zero(**{f"Judge.{name}": value for name, value in limits.items()})
 
-    def check_key(self) -> None:
+    def check(self) -> None:
         """Raises ValueError if the environment variable of the key is not set."""
         if self.api_key_variable and not os.environ.get(self.api_key_variable):
             raise ValueError(
                 f"Judge.api_key_variable is {self.api_key_variable!r}, and no such environment variable is set"
             )
 
+    async def rate(self, prompt: Prompt, turns: Sequence[Mapping[str, str]]) -> Judgement:
+        """See `AnyJudge`."""
+        names = {
+            "{prompt}": prompt_text(prompt),
+            "{answer}": prompt_text(turns),
+            "{lowest}": f"{self.lowest:g}",
+            "{highest}": f"{self.highest:g}",
+        }
+        # All names at once: the model's answer may contain one of them.
+        question = re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], self.template)
+        judgement = await _ask(self, question)
+        if judgement.cut_off:
+            problem = f"its answer {judgement.said!r:.80} was cut off; raise max_tokens in Judge.options"
+            return replace(judgement, problem=problem)
+        try:
+            return replace(judgement, reward=_reward(self, judgement.said))
+        except ValueError as error:
+            return replace(judgement, problem=f"{error}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedEnv:
-    """An environment whose rewards a judge gives, between 0 and 1. Its own reward becomes `own_reward` in the metrics.
+    """An environment whose rewards a judge gives. Its own reward becomes `own_reward` in the metrics.
 
     Further metrics, each a mean over rollouts: `judge_prompt_tokens` and `judge_completion_tokens`, as the server
     counted them, `judge_retries`, and `judge_failures` (with `failure_reward` only).
     """
 
     env: Env
-    judge: Judge
+    judge: AnyJudge
 
     @property
     def name(self) -> str:
@@ -123,8 +187,8 @@ class JudgedEnv:
         return self._judged(self.env.train_problems(seed, start, count))
 
     def eval_problems(self, count: int) -> list["JudgedProblem"]:
-        """The environment's. Raises ValueError, before a run starts any process, if the judge's key is missing."""
-        self.judge.check_key()
+        """The environment's. Raises ValueError, before a run starts any process, if the judge says so."""
+        self.judge.check()
         return self._judged(self.env.eval_problems(count))
 
     def _judged(self, problems: Sequence[Problem]) -> list["JudgedProblem"]:
@@ -137,7 +201,7 @@ class JudgedProblem:
     """A problem of the environment."""
 
     problem: Problem
-    judge: Judge
+    judge: AnyJudge
     time_limit_s: float
 
     @property
@@ -168,7 +232,7 @@ class JudgedEpisode:
         """`episode` has just been started."""
         self._problem = problem
         self._episode = episode
-        self._said: list[str] = []
+        self._turns: list[Mapping[str, str]] = []
 
     async def reply(self, completion: str) -> Reply:
         """The environment's reply; at the end of the episode, the judge's reward with the environment's metrics.
@@ -178,11 +242,12 @@ class JudgedEpisode:
         Raises RuntimeError if the judge fails and there is no `failure_reward`.
         """
         reply = await call_environment(self._episode.reply, completion, time_limit_s=self._problem.time_limit_s)
-        self._said.append(Answer.read(completion).content)
+        self._turns.append({"role": "assistant", "content": Answer.read(completion).content})
         if not isinstance(reply, Done):
-            self._said.append(prompt_text(reply.messages))
+            said = reply.messages
+            self._turns += [{"role": "user", "content": said}] if isinstance(said, str) else said
             return replace(reply, reward=self._problem.judge.failure_reward or 0.0)
-        judgement = await _judge(self._problem.judge, prompt_text(self._problem.prompt), "\n".join(self._said))
+        judgement = await _judge(self._problem.judge, self._problem.prompt, self._turns)
         return Done(
             reward=judgement.reward,
             metrics={
@@ -191,40 +256,21 @@ class JudgedEpisode:
                 "judge_prompt_tokens": float(judgement.num_prompt_tokens),
                 "judge_completion_tokens": float(judgement.num_completion_tokens),
                 "judge_retries": float(judgement.num_retries),
-                "judge_failures": float(judgement.failed),
+                "judge_failures": float(bool(judgement.problem)),
             },
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Judgement:
-    """The judge's words, and their cost."""
-
-    said: str = ""
-    reward: float = 0.0
-    failed: bool = False
-    cut_off: bool = False
-    num_prompt_tokens: int = 0
-    num_completion_tokens: int = 0
-    num_retries: int = 0
-
-
-async def _judge(judge: Judge, prompt: str, answer: str) -> _Judgement:
+async def _judge(judge: AnyJudge, prompt: Prompt, turns: Sequence[Mapping[str, str]]) -> Judgement:
     """The judgement of one conversation. Raises RuntimeError if the judge fails and there is no `failure_reward`."""
-    names = {"{prompt}": prompt, "{answer}": answer, "{lowest}": f"{judge.lowest:g}", "{highest}": f"{judge.highest:g}"}
-    # All names at once: the model's answer may contain one of them.
-    question = re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], judge.template)
-    judgement = _Judgement()
     try:
-        judgement = await _ask(judge, question)
-        if judgement.cut_off:
-            raise ValueError(f"its answer {judgement.said!r:.80} was cut off; raise max_tokens in Judge.options")
-        return replace(judgement, reward=_reward(judge, judgement.said))
-    except Exception as error:  # of the network, the server, or what the judge said
-        message = "it took too long" if isinstance(error, TimeoutError) else f"{error}".strip() or type(error).__name__
-        if judge.failure_reward is None:
-            raise RuntimeError(f"the judge {judge.model!r} failed: {message:.300}") from error
-        return replace(judgement, reward=judge.failure_reward, failed=True)
+        judgement, cause = await judge.rate(prompt, turns), None
+    except Exception as error:  # of the network or the server
+        problem = "it took too long" if isinstance(error, TimeoutError) else f"{error}".strip() or type(error).__name__
+        judgement, cause = Judgement(problem=problem), error
+    if judgement.problem and judge.failure_reward is None:
+        raise RuntimeError(f"the judge {judge.model!r} failed: {judgement.problem:.300}") from cause
+    return replace(judgement, reward=judge.failure_reward or 0.0) if judgement.problem else judgement
 
 
 def _reward(judge: Judge, said: str) -> float:
@@ -244,7 +290,7 @@ def _reward(judge: Judge, said: str) -> float:
     return (score - judge.lowest) / (judge.highest - judge.lowest)
 
 
-async def _ask(judge: Judge, question: str) -> _Judgement:
+async def _ask(judge: Judge, question: str) -> Judgement:
     """What the judge says, not yet read."""
     client, turns = _connection(judge)
     with waiting():
@@ -257,7 +303,7 @@ async def _ask(judge: Judge, question: str) -> _Judgement:
             answer = raw.parse()
     finally:
         turns.release()
-    return _Judgement(
+    return Judgement(
         said=answer.choices[0].message.content or "",
         cut_off=answer.choices[0].finish_reason == "length",
         num_prompt_tokens=(answer.usage and answer.usage.prompt_tokens) or 0,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,13 @@ class Evaluation:
     groups: tuple[Group, ...]
     best_reward: float = 1.0
     """The environment's best reward, from which on an answer counts as right."""
+    others: Mapping[str, "Evaluation"] = field(default_factory=dict[str, "Evaluation"])
+    """Evaluations of further held-out sets by name, at the same weights."""
+
+    @property
+    def sets(self) -> Mapping[str, "Evaluation"]:
+        """This evaluation under "", and each further one under the prefix of its metrics' names, such as "aime_"."""
+        return {"": self, **{f"{name}_": each for name, each in self.others.items()}}
 
     @property
     def rewards(self) -> NDArray[np.float64]:

@@ -287,12 +287,13 @@ def end_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list) else (int(value),)
 
 
-def check_architecture(path: Path) -> None:
+def check_architecture(path: Path, *, quantised: bool = False) -> None:
     """Raises ValueError, as `inspect_model` does, if `config.json` is of no model that ownloop can train.
 
-    Looks at nothing else: the weights may still have to be fetched.
+    Looks at nothing else: the weights may still have to be fetched. With `quantised`, they may be quantised.
     """
-    _architecture(path, read_config(path))
+    config = read_config(path)
+    _architecture(path, {**config, "quantization_config": None} if quantised else config)
 
 
 def _read_json(file: Path, missing: str) -> Mapping[str, Any]:
@@ -318,7 +319,10 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> str:
             f"model; proven are {', '.join(proven_architectures())}"
         )
     if config.get("quantization_config") is not None:
-        raise ValueError(f"model directory {path} holds quantised weights; training needs them in bfloat16 or float32")
+        raise ValueError(
+            f"model directory {path} holds quantised weights; training needs them in bfloat16 or float32, and "
+            "`ownloop model NAME --dequantize DIR` writes them so"
+        )
     if named_file := config.get("transformers_weights"):  # vLLM does not look at it
         raise ValueError(
             f"model directory {path}: transformers_weights is {named_file!r} in config.json; leave it out and name the "

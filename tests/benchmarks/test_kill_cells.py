@@ -1,6 +1,6 @@
 """Seven cells of `benchmarks.kill_matrix`: a run whose process is killed, stopped or fails, and what becomes of it.
 
-`.ci/run` runs those too that are slow.
+`make test` resumes runs in `tests/controller/runs/test_resumed_runs.py`.
 
 Covers: benchmarks/
 """
@@ -17,10 +17,7 @@ from benchmarks.kills.fault import Fault, few_faults
 from benchmarks.kills.surroundings import LAYOUT
 from rl.tiny_models import SERVABLE, tiny_llama
 
-QUICK = {"one of two replicas"}
-"""Victims of the cells that `make test` runs. It resumes runs in `tests/controller/runs/test_resumed_runs.py`."""
-
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +37,7 @@ def whole(model: Path) -> Callable[[Fault], Path | None]:
     return lambda fault: calm(fault.lora) if fault.loop == "grpo" else None
 
 
-@pytest.mark.parametrize(
-    "fault", [f if f.victim in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in few_faults()], ids=str
-)
+@pytest.mark.parametrize("fault", few_faults(), ids=str)
 def test_a_hurt_run_has_the_metrics_of_a_whole_one(
     fault: Fault, model: Path, whole: Callable[[Fault], Path | None], tmp_path: Path
 ) -> None:

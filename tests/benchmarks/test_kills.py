@@ -42,12 +42,12 @@ def test_every_two_values_meet_in_a_cell(seed: int) -> None:
                 assert any((astuple(cell)[i], astuple(cell)[j]) == pair for cell in cells), pair
 
 
-def test_another_seed_chooses_other_cells_and_the_same_seed_the_same() -> None:
+def test_another_seed_chooses_other_cells() -> None:
     assert covering_faults(1) == covering_faults(1)
     assert set(covering_faults(1)) != set(covering_faults(2))
 
 
-def test_the_quick_cells_have_every_kind_loop_and_process_and_an_adapter() -> None:
+def test_the_quick_cells_have_every_kind_loop_and_process() -> None:
     cells = few_faults()
     assert len(cells) == 7
     assert [cell for cell in cells if cell.lora]
@@ -57,7 +57,7 @@ def test_the_quick_cells_have_every_kind_loop_and_process_and_an_adapter() -> No
     assert all(cell.possible for cell in cells)
 
 
-def test_every_kind_meets_every_phase_on_hosts_and_both_roles_are_hurt_in_each() -> None:
+def test_every_kind_meets_every_phase_and_role_on_hosts() -> None:
     cells = covering_host_faults()
     meetings = [(cell.kind, cell.phase) for cell in cells]
     assert sorted(meetings) == sorted(itertools.product(get_args(HostKind), get_args(HostPhase)))

@@ -27,7 +27,7 @@ def test_medians_are_of_the_rounds_after_the_warm_up(capsys: pytest.CaptureFixtu
     ]
 
 
-def test_the_processors_time_is_that_of_the_processes_that_were_started() -> None:
+def test_cpu_time_is_that_of_the_processes_that_were_started() -> None:
     async def waiting_process() -> str:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", f"{BUSY}\nprint(flush=True)\ninput()", stdin=-1, stdout=-1

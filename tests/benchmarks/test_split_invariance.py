@@ -10,7 +10,8 @@ from benchmarks.split_invariance import CUTS, LIMIT, measure
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("model", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
 def test_any_cut_of_a_batch_gives_the_same_gradient(model: str) -> None:
     errors = measure([model])
     assert len(errors) == len(CUTS)

@@ -9,12 +9,13 @@ from typing import Any
 from controller.commands.recipes import find_recipe, load_recipe
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
+from controller.runs.loop_config import HeldOut
 from rl.envs.even_words import EvenWords
 from rl.types import SamplingParams
 
 LOOPS = ("grpo", "grpo_async", "dapo", "ppo", "accumulate", "distill", "sft", "dpo")
 _CHANGES: dict[str, dict[str, Any]] = {
-    "grpo": {"eval_samples": 2, "loss": "cispo"},
+    "grpo": {"eval_samples": 2, "loss": "cispo", "held_out": {"easy": HeldOut(env=EvenWords(), num_eval=2)}},
     "grpo_async": {"num_steps": 3},
     "dapo": {"overlong_cache": 2, "loss_config": {"entropy_coef": 0.01}},
     "ppo": {"warmup_steps": 0},

@@ -90,7 +90,7 @@ def test_two_ranks_serve_adapters_as_merged_weights_would(tmp_path: Path) -> Non
     asyncio.run(main())
 
 
-def test_two_ranks_score_prompts_that_come_together_as_they_score_each_alone(tmp_path: Path) -> None:
+def test_two_ranks_score_prompts_together_as_alone(tmp_path: Path) -> None:
     directory, numbers = served_llama(tmp_path / "model", tied=True), random.Random(0)
     prompts = [[numbers.randrange(3, 60) for _ in range(48)] for _ in range(8)]
     sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True)

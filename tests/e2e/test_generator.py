@@ -22,7 +22,7 @@ from tests.waiting import LIMIT_S, has_ended
 pytestmark = pytest.mark.e2e
 
 
-def test_a_model_that_cannot_be_served_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_served_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no config\.json"):
         asyncio.run(GeneratorHandle.launch(GeneratorConfig(model=tmp_path), tmp_path / "logs"))
     assert not (tmp_path / "logs").exists()

@@ -71,7 +71,7 @@ def test_a_killed_replica_is_replaced_and_no_request_is_lost(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_killed_and_a_stopped_replica_are_replaced_and_no_request_is_lost(tmp_path: Path) -> None:
+def test_dead_replicas_are_replaced_and_no_request_is_lost(tmp_path: Path) -> None:
     model, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
     config = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=32, num_replicas=2)
     before = descendants()

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.e2e
 NUM_SCHEDULES = 200
 
 
+@pytest.mark.slow
 def test_every_version_read_is_whole_around_one_kill(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").iterdir())
     totals = _run(preloaded_forkserver(), tmp_path, random.Random(NUM_SCHEDULES))

@@ -202,7 +202,7 @@ def test_no_process_outlives_a_killed_controller(tmp_path: Path) -> None:
     wait_for_ends(pids, "the ranks of a killed controller")
 
 
-def test_a_controller_hears_of_the_deaths_that_it_caused_before_it_ends(tmp_path: Path) -> None:
+def test_a_controller_hears_of_deaths_that_it_caused(tmp_path: Path) -> None:
     """Monarch ends an interpreter that is being finalized with status 1 if it still has a death to tell of."""
     arguments = [sys.executable, "-c", CONTROLLER, str(tmp_path / "logs"), "1", "stop"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)

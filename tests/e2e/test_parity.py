@@ -148,6 +148,7 @@ def test_two_runs_at_a_time_pull_their_own_weights(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_an_adapter_is_told_from_the_frozen_model(tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
     trainer = TrainerConfig(compute_dtype="float32", lora=LoRAConfig(rank=8))

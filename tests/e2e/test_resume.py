@@ -62,7 +62,7 @@ def _is_stopped(pid: int) -> bool:
 
 @pytest.mark.slow  # `.ci/run` runs the cells of tests/benchmarks/test_kill_cells.py
 @pytest.mark.timeout(600)
-def test_a_run_goes_on_by_itself_without_its_trainer_and_when_told_to_without_its_controller(tmp_path: Path) -> None:
+def test_a_run_outlives_its_trainer_and_resumes_without_more(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "killed"
     run = ownloop(tmp_path, RECIPE, "--name", "killed", *OPTIONS, "8")
     _kill_trainer(run, folder, 4)

@@ -45,9 +45,7 @@ def test_a_killed_run_goes_on_to_the_same_metrics(loop: str, tmp_path: Path, mon
     assert model_hash(folder) == model_hash(expected)
 
 
-def test_a_killed_grpo_async_trains_on_nothing_twice_and_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_grpo_async_trains_once_on_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OWNLOOP_TINY_LOOP", "grpo_async")
     folder = _killed_and_resumed(tmp_path)
     rows = [row for row in recorded_rows(folder) if row["step"] > 0 and row["split"] == "train"]

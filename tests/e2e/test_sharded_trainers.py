@@ -63,9 +63,7 @@ BATCH = random_batch(LENGTHS)
         ),
     ],
 )
-def test_it_trains_as_one_rank_does_and_its_generator_samples_what_it_trained(
-    experts: bool, degrees: dict[str, Any], tmp_path: Path
-) -> None:
+def test_it_trains_as_one_rank_does_and_is_sampled(experts: bool, degrees: dict[str, Any], tmp_path: Path) -> None:
     model = served_qwen3_moe(tmp_path / "model") if experts else served_qwen3(tmp_path / "model", tied=False)
     options: dict[str, Any] = {"compute_dtype": "float32", "max_tokens_per_microbatch": 50}
     if degrees.get("engine") == "megatron":

@@ -64,6 +64,7 @@ def test_pulled_weights_generate_what_a_fresh_generator_does(tmp_path: Path) -> 
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -> None:
     directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
 
@@ -106,7 +107,7 @@ def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -
     asyncio.run(main())
 
 
-def test_two_tensor_parallel_ranks_sample_as_the_published_model_does(tmp_path: Path) -> None:
+def test_two_tensor_parallel_ranks_sample_as_the_model(tmp_path: Path) -> None:
     directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
     exported = export(directory, perturbed(directory, 2), "float32", tmp_path / "exported")
     reference = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)

@@ -43,9 +43,7 @@ async def _sample(engine: GenerationEngine, policy: Policy, prompt: Sequence[int
     return completion
 
 
-def test_a_new_version_goes_under_running_requests_of_its_adapter_alone(
-    tmp_path: Path, build_engine: EngineFactory
-) -> None:
+def test_a_new_version_reaches_requests_of_its_adapter_alone(tmp_path: Path, build_engine: EngineFactory) -> None:
     directory = served_llama(tmp_path / "model", tied=True)
     engine = build_engine(directory, "float32", lora=LIMITS)
     versions = {number: random_adapter(directory, number) for number in (1, 2)}
@@ -189,9 +187,7 @@ def test_a_dropped_policy_finishes_its_requests_and_is_gone(tmp_path: Path, buil
     run_paced(main())
 
 
-def test_a_version_is_not_kept_if_the_call_that_asked_for_it_was_cancelled(
-    tmp_path: Path, build_engine: EngineFactory
-) -> None:
+def test_a_version_of_a_cancelled_call_is_not_kept(tmp_path: Path, build_engine: EngineFactory) -> None:
     directory, store = served_llama(tmp_path / "model", tied=True), FakeStore()
     engine = build_engine(directory, "float32", lora=LIMITS)
     publisher = WeightPublisher(torch.float32, policy="a", lora=WHOLE, store=store)

@@ -43,7 +43,7 @@ def _errors(completions: Mapping[tuple[Policy, int], Completion], policy: Policy
     return max(largest_error(model, PROMPTS[i], c) for (each, i), c in completions.items() if each == policy)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("family", [served_llama, served_qwen3])
 def test_logprobs_are_those_of_merged_weights(
     tmp_path: Path, build_engine: EngineFactory, family: Any, tied: bool

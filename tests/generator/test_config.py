@@ -95,7 +95,7 @@ def test_an_architecture_that_vllm_lacks_is_refused(tmp_path: Path) -> None:
         ({"model_type": "llama4_text"}, 32767, 1),
     ],
 )
-def test_a_context_is_longer_by_a_token_where_that_changes_nothing(
+def test_a_context_is_a_token_longer_where_that_changes_nothing(
     tmp_path: Path, changes: dict[str, Any], max_model_len: int, room: int
 ) -> None:
     model = served_llama(tmp_path / "model", tied=True)
@@ -160,9 +160,7 @@ def test_the_controller_side_does_not_import_vllm() -> None:
     subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).parents[2], timeout=120)
 
 
-def test_gpu_logic_experts_are_computed_by_kernels_that_leave_them_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_logic_kernels_leave_experts_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Blackwell vLLM would take FlashInfer, which reorders experts when they are loaded first, but not at a pull."""
     experts, dense = tiny_qwen3_moe(tmp_path / "experts"), served_llama(tmp_path / "dense", tied=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -172,7 +170,7 @@ def test_gpu_logic_experts_are_computed_by_kernels_that_leave_them_in_order(
     assert "moe_backend" not in engine_options(GeneratorConfig(model=experts))  # the CPU has one way only
 
 
-def test_gpu_logic_the_environment_is_that_of_the_host_that_computes() -> None:
+def test_gpu_logic_the_environment_is_that_of_its_host() -> None:
     config = GeneratorConfig(num_threads=3)
     assert "VLLM_CPU_OMP_THREADS_BIND" in generator_env(config, has_gpu=False)
     on_gpu = generator_env(config, has_gpu=True)
@@ -190,7 +188,8 @@ print(tokens.tolist(), dict(counters["frames"]))
 
 
 @pytest.mark.seconds
-def test_functions_that_vllm_compiles_are_not_compiled_on_the_cpu(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_functions_of_vllm_are_not_compiled_on_the_cpu(tmp_path: Path) -> None:
     config = GeneratorConfig(model=served_llama(tmp_path / "served", tied=True))
     env = {**os.environ, **generator_env(config, has_gpu=False)}
     done = subprocess.run(

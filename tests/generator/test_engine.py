@@ -71,7 +71,7 @@ def test_greedy_samples_of_one_call_are_equal(engine: GenerationEngine) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_sampled_logprobs_are_of_the_distribution_at_the_temperature(
+def test_sampled_logprobs_are_those_at_the_temperature(
     engine: GenerationEngine, model: Path, temperature: float
 ) -> None:
     for completion in _generate(engine, PROMPT, SamplingParams(max_tokens=25, temperature=temperature, seed=1), 3):
@@ -132,7 +132,7 @@ def test_a_prompt_that_fills_the_context_is_scored(engine: GenerationEngine, mod
     )
 
 
-def test_samples_that_share_blocks_of_their_prompt_have_its_logprobs(engine: GenerationEngine, model: Path) -> None:
+def test_samples_that_share_blocks_have_their_prompts_logprobs(engine: GenerationEngine, model: Path) -> None:
     prompt = [3 + i * i % 50 for i in range(2 * 16 + 9)]  # two whole blocks, and a rest that every sample computes
     for completion in _generate(engine, prompt, SamplingParams(max_tokens=20, seed=5), 4):
         expected = _reference_logprobs(model, prompt, completion.tokens)
@@ -217,7 +217,7 @@ def test_more_requests_than_places_all_finish(engine: GenerationEngine) -> None:
     assert [len(group) for group in groups] == [2] * 20
 
 
-def test_seeded_prompts_longer_than_a_batch_do_not_end_the_engine(engine: GenerationEngine) -> None:
+def test_seeded_prompts_longer_than_a_batch_end_no_engine(engine: GenerationEngine) -> None:
     async def main() -> None:
         sampling = SamplingParams(max_tokens=2, seed=0)
         await asyncio.gather(*(engine.generate([(i + j) % 60 for j in range(120)], sampling) for i in range(30)))

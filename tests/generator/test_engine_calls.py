@@ -47,7 +47,7 @@ def test_a_request_alone_is_not_held_up() -> None:
     assert _received(calls) == [_request("0")]
 
 
-def test_a_stream_of_requests_without_an_end_cannot_hold_up_the_first() -> None:
+def test_an_endless_stream_does_not_hold_up_the_first_request() -> None:
     calls, over = EngineCalls(burst_s=_NEVER_S), threading.Event()
 
     def send() -> None:
@@ -115,7 +115,7 @@ def test_a_draining_update_holds_back_its_own_policy_only() -> None:
     assert _carried_out(commands, {None}) == [command.id for command in commands]
 
 
-def test_what_follows_a_waiting_command_of_the_same_policy_waits_too() -> None:
+def test_what_follows_a_waiting_command_of_a_policy_waits() -> None:
     frozen = _update("a", version=2, frozen=True)
     commands = [_update("a"), frozen, _generate(("a", 2)), Drop("drop", "a"), Freeze("freeze", "a", 1)]
     assert _carried_out(commands, {"a"}) == []
@@ -123,7 +123,7 @@ def test_what_follows_a_waiting_command_of_the_same_policy_waits_too() -> None:
     assert _carried_out([_update("a", mode="inflight"), _generate("a")], {"a"}) == ["update a 1", "generate a"]
 
 
-def test_an_update_of_the_model_itself_waits_for_all_and_holds_all_back() -> None:
+def test_an_update_of_the_model_waits_for_all_and_holds_all() -> None:
     commands = [_generate("a"), _update(None), _generate("b"), Close("close")]
     assert _carried_out(commands, {"b"}) == ["generate a"]
     assert _carried_out([_update("a"), _update(None, mode="inflight")], {"a"}) == []

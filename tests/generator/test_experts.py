@@ -62,7 +62,7 @@ def test_experts_that_nothing_can_be_loaded_into_are_refused(tmp_path: Path, bui
         build_engine(directory, "float32")
 
 
-def test_attention_and_head_are_adapted_and_experts_are_left_alone(tmp_path: Path, build_engine: EngineFactory) -> None:
+def test_attention_and_head_are_adapted_and_experts_are_not(tmp_path: Path, build_engine: EngineFactory) -> None:
     directory = served_qwen3_moe(tmp_path / "model")
     config = LoRAConfig(rank=4, alpha=8.0, train_mlp=False)
     limits = LoRALimits(max_rank=8, max_adapters=1, max_loaded=1)  # full, which is when vLLM's own kernels are wrong

@@ -57,9 +57,7 @@ def record(version: int) -> VersionRecord:
     )
 
 
-def test_gpu_logic_a_pull_into_a_gpu_is_recorded_once_and_repeated_in_one_call(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_gpu_logic_a_pull_is_recorded_once_and_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu_copies, "on_gpu", lambda tensors: bool(list(tensors)))
     calls: list[int] = []
     copy = gpu_copies.copy
@@ -90,7 +88,7 @@ def test_gpu_logic_a_pull_into_a_gpu_is_recorded_once_and_repeated_in_one_call(
 
 
 @pytest.mark.parametrize(("model", "complete"), [(Fused, True), (Joined, False)])
-def test_what_is_computed_of_published_tensors_cannot_be_repeated(model: type[Fused], complete: bool) -> None:
+def test_values_computed_of_published_tensors_are_refused(model: type[Fused], complete: bool) -> None:
     memory = WeightBuffer.create(buffer_size(MANIFEST))
     with CopyRecorder(memory) as recorder:
         model().load_weights((spec.name, memory.tensor(spec)) for spec in MANIFEST)

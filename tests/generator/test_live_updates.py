@@ -36,9 +36,7 @@ async def _updated_midway(engine: GenerationEngine, store: FakeStore, version: i
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_rest_of_a_running_completion_is_what_a_fresh_engine_samples(
-    tmp_path: Path, build_engine: EngineFactory, dtype: str
-) -> None:
+def test_the_rest_of_a_completion_is_a_fresh_engines(tmp_path: Path, build_engine: EngineFactory, dtype: str) -> None:
     directory, torch_dtype = served_llama(tmp_path / "model", tied=True), getattr(torch, dtype)
     engine, store = build_engine(directory, dtype), FakeStore()
     fresh = build_engine(export(directory, moved(directory, 3), torch_dtype, tmp_path / "exported"), dtype)
@@ -114,7 +112,7 @@ def test_many_updates_lose_no_request(tmp_path: Path, build_engine: EngineFactor
     run_paced(main())
 
 
-def test_an_update_that_fails_leaves_requests_running_or_says_why_not(
+def test_an_update_that_fails_leaves_requests_running(
     tmp_path: Path, build_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = served_llama(tmp_path / "model", tied=True)

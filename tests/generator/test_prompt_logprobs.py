@@ -50,7 +50,7 @@ def test_a_prompt_is_scored_with_its_own_adapter(tmp_path: Path, build_engine: E
     asyncio.run(main())
 
 
-def test_prompts_are_scored_in_the_order_in_which_they_were_scheduled() -> None:
+def test_prompts_are_scored_in_the_order_of_scheduling() -> None:
     from generator._compat import patch_prompt_logprobs  # loads vLLM
 
     names, scored = [f"request-{index}" for index in range(50)], list[str]()

@@ -122,9 +122,7 @@ def test_the_real_model_takes_in_new_weights(tmp_path: Path, build_engine: Engin
     asyncio.run(main())
 
 
-def test_running_requests_finish_under_their_weights_and_later_ones_wait(
-    tmp_path: Path, build_engine: EngineFactory
-) -> None:
+def test_running_requests_finish_under_their_weights(tmp_path: Path, build_engine: EngineFactory) -> None:
     directory = served_llama(tmp_path / "model", tied=True)
     engine, store = build_engine(directory, "float32"), FakeStore()
     publisher = WeightPublisher(torch.float32, store=store)
@@ -283,7 +281,7 @@ def _fail(*_: object) -> None:
     raise MemoryError
 
 
-def test_weights_of_another_host_name_the_transport_that_reaches_it(
+def test_weights_of_another_host_name_their_transport(
     tmp_path: Path, build_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = served_llama(tmp_path / "model", tied=True)

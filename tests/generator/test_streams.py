@@ -42,7 +42,7 @@ async def _tokens(engine: GenerationEngine, max_tokens: int, **options: Any) -> 
     return found
 
 
-def test_a_stream_has_the_tokens_of_the_whole_beside_other_requests(engine: GenerationEngine) -> None:
+def test_a_stream_beside_other_requests_has_all_tokens(engine: GenerationEngine) -> None:
     async def main() -> None:
         sampling = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
         whole, streamed, greedy = await asyncio.gather(
@@ -69,7 +69,7 @@ def test_a_stream_that_nobody_reads_on_frees_its_place(engine: GenerationEngine)
     run_paced(main())
 
 
-def test_what_cannot_be_streamed_is_an_error_and_the_next_stream_works(engine: GenerationEngine) -> None:
+def test_what_cannot_be_streamed_harms_no_later_stream(engine: GenerationEngine) -> None:
     async def failing(prompt: list[int], policy: Any, text: str) -> None:
         with pytest.raises(ValueError, match=text):
             await anext(engine.stream(prompt, _params(3), policy=policy))

@@ -65,7 +65,7 @@ def test_an_allocation_ends_with_its_lease(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == "waiting\n" * 2
 
 
-def test_a_run_keeps_its_allocation_until_it_ends_however_it_does() -> None:
+def test_a_run_keeps_its_allocation_until_it_ends() -> None:
     hosts, told = CountedHosts(), list[str]()
 
     async def run() -> None:
@@ -80,7 +80,7 @@ def test_a_run_keeps_its_allocation_until_it_ends_however_it_does() -> None:
     assert told == ["waiting"]
 
 
-def test_a_host_that_is_lost_is_connected_to_where_its_allocation_has_it_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_host_is_found_where_its_allocation_has_it_now(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts, connected = CountedHosts(), list[Address]()
 
     async def connect(address: Address, controller: str, lost_after_s: float) -> Host:

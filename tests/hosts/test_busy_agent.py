@@ -72,7 +72,7 @@ def test_an_agent_that_works_on_a_question_gives_signs_of_life(tmp_path: Path) -
     asyncio.run(main())
 
 
-def test_an_agent_that_receives_a_model_answers_and_removes_what_is_not_whole_when_it_ends(tmp_path: Path) -> None:
+def test_a_host_agent_receives_models_and_keeps_whole_ones_alone(tmp_path: Path) -> None:
     folder, lifeline = tmp_path / "models", Lifeline(HERE)
 
     async def main() -> None:

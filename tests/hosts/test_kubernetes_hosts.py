@@ -63,7 +63,7 @@ def folders(hosts: KubernetesHosts) -> dict[str, Path]:
     return {name: worker_certificates(name) for names in hosts.addresses.values() for name in names}
 
 
-def test_each_pod_is_told_its_own_name_and_finds_its_certificate_under_it(tmp_path: Path) -> None:
+def test_each_pod_finds_its_certificate_under_its_name(tmp_path: Path) -> None:
     hosts = KubernetesHosts({"trainer": 2}, image="lab/ownloop", namespace="rl", gpus_per_pod=8, claims=("runs:/runs",))
     objects = list(yaml.safe_load_all(as_yaml(manifests(hosts, folders(hosts), "10.0.0.1:4000"))))
     service, secret, job = objects

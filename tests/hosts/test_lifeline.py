@@ -43,7 +43,7 @@ def test_the_controller_gives_a_host_up() -> None:
 
 
 @pytest.mark.seconds
-def test_a_stopped_controller_keeps_its_hosts_and_a_cut_or_a_kill_ends_them(tmp_path: Path) -> None:
+def test_a_stopped_controller_keeps_its_hosts_a_cut_ends_them(tmp_path: Path) -> None:
     with hosts_on_one_machine("ctl", "h1", "h2", "h3") as net:
         controller = net.popen("ctl", [sys.executable, "-c", CONTROLLER, net.addresses["ctl"]])
         ports = wait_for_line(controller.stdout, "the ends of the lifelines").split()

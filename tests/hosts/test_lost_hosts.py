@@ -57,7 +57,7 @@ def wait_until_gone(net: Hosts, host: str) -> None:
     wait_until(gone, f"the end of everything on {host} but its worker", every_s=0.2)
 
 
-def test_ranks_on_two_hosts_find_each_other_and_a_death_names_its_host(net: Hosts, tmp_path: Path) -> None:
+def test_ranks_on_two_hosts_meet_and_a_death_names_its_host(net: Hosts, tmp_path: Path) -> None:
     run = controller(net, "reduce", tmp_path, "trainer=tcp://h1,tcp://h2")
     assert line(run, "added") == "5 6 7 8"
     assert line(run, "reduced") == "6.0 6.0 6.0 6.0"
@@ -69,7 +69,7 @@ def test_ranks_on_two_hosts_find_each_other_and_a_death_names_its_host(net: Host
     wait_until_gone(net, "h2")
 
 
-def test_a_cut_a_killed_worker_and_a_stopped_host_are_named_and_can_come_back(net: Hosts, tmp_path: Path) -> None:
+def test_a_cut_a_kill_and_a_stopped_host_are_named_and_come_back(net: Hosts, tmp_path: Path) -> None:
     run = controller(net, "lose", tmp_path, *(f"{host}=tcp://{host}" for host in HOSTS))
     line(run, "hanging")
     net.cut("h1")
@@ -93,7 +93,7 @@ def test_a_cut_a_killed_worker_and_a_stopped_host_are_named_and_can_come_back(ne
     assert "tcp://h2:26601" in net.log("h2").read_text()
 
 
-def test_a_blip_costs_nothing_and_nothing_outlives_a_killed_controller(net: Hosts, tmp_path: Path) -> None:
+def test_a_blip_costs_nothing_a_killed_controller_leaves_nothing(net: Hosts, tmp_path: Path) -> None:
     run = controller(net, "blip", tmp_path, "trainer=tcp://h1")
     line(run, "hanging")
     net.cut("h1")

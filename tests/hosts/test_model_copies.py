@@ -88,7 +88,7 @@ def test_of_a_copy_that_is_interrupted_nothing_is_left(tmp_path: Path) -> None:
     assert not list((tmp_path / "new").iterdir())
 
 
-def test_a_model_that_has_no_room_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+def test_a_model_without_room_is_refused_before_it_is_sent(tmp_path: Path) -> None:
     offer = ModelOffer(tmp_path / "model", 1 << 60, HERE, 1, bytes(32))
     with pytest.raises(ValueError, match=r"no room for one: it takes 1152921504\.6 GB"):
         receive_model(offer)

@@ -28,7 +28,7 @@ def assignments(**groups: tuple[Host, ...]) -> Assignments:
     return made
 
 
-def test_ranks_are_spread_evenly_with_the_gpus_and_the_interface_of_each_host() -> None:
+def test_ranks_are_spread_evenly_over_hosts() -> None:
     hosts = (fake_host("n1", gpus="0123"), fake_host("n2", gpus="4567"))
     assignment = assignments(trainer=hosts).trainer("trainer", TrainerConfig(data_parallel_shard=4))
     assert assignment.hosts is not None
@@ -68,7 +68,7 @@ def test_replicas_take_turns_on_hosts_and_move_when_one_is_lost() -> None:
     assert moved.hosts.gpus == (("1",),)  # the other replica has GPU 0
 
 
-def test_a_host_that_is_lost_is_left_out_if_the_ranks_fit_on_the_others() -> None:
+def test_a_lost_host_is_left_out_if_the_ranks_fit_on_others() -> None:
     hosts = (fake_host("n1", gpus="01"), fake_host("n2", gpus="01"))
     hosts[0].lose("it is gone")
     made = assignments(trainer=hosts)
@@ -124,7 +124,7 @@ def test_every_host_with_generators_receives_weights() -> None:
     assert [host.name for host in made.generator_hosts()] == ["n2", "n3", "controller"]
 
 
-def test_hosts_that_cannot_be_used_are_all_named_unless_they_could_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_hosts_that_cannot_be_used_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     reachable = {"n1"}
 
     async def connect(address: Address, controller: str, lost_after_s: float) -> Host:

@@ -118,7 +118,7 @@ def test_logs_are_copied_as_they_grow(tmp_path: Path) -> None:
     run_virtual(main())
 
 
-def test_a_log_that_cannot_be_copied_is_copied_later_and_the_host_is_watched_on(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_copied_is_copied_later(tmp_path: Path) -> None:
     log, copy = Path("/there/toy-0.log"), tmp_path / "toy-0.log"
 
     async def body(host: Host, end_worker: Callable[[], None]) -> None:

@@ -110,7 +110,7 @@ def test_a_run_goes_on_on_the_hosts_that_are_left(net: Hosts, on_one_host: Path,
     assert model_hash(tmp_path / "cut") == model_hash(on_one_host)
 
 
-def test_a_run_without_a_shared_folder_collects_its_checkpoints_and_resumes(on_one_host: Path, tmp_path: Path) -> None:
+def test_without_a_shared_folder_checkpoints_are_collected(on_one_host: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
     with hosts_on_one_machine("ctl", "h1", "h2", own_folders=[runs]) as net:
@@ -147,7 +147,7 @@ def test_a_run_over_tls(tmp_path: Path) -> None:
     assert {row["step"] for row in read_metrics(tmp_path / "tls" / "metrics.jsonl")} == {0, 1, 2}
 
 
-def test_two_replicas_on_two_hosts_sample_what_they_sample_on_one(net: Hosts, tmp_path: Path) -> None:
+def test_two_replicas_on_two_hosts_sample_as_on_one(net: Hosts, tmp_path: Path) -> None:
     fixed = (str(RECIPE), "--runs", str(tmp_path), "--num-steps", "3", "--generator.num-replicas", "2")
     for name, hosts in (
         ("one", ()),

@@ -31,9 +31,7 @@ def workers_here() -> list[psutil.Process]:
 
 
 @pytest.mark.seconds
-def test_a_worker_starts_over_ssh_and_again_after_a_loss_and_ends_with_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_over_ssh_starts_again_and_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, ssh=SSH)
     told: list[str] = []
     groups, env = {"trainer": (f"me@{HERE}",), "generator": (f"me@{HERE}",)}, {"GREETING": "a b"}
@@ -69,9 +67,7 @@ def test_a_worker_starts_over_ssh_and_again_after_a_loss_and_ends_with_the_run(
     assert "BatchMode=yes" in (tmp_path / "ssh-options").read_text()
 
 
-def test_every_host_that_fails_is_named_with_the_last_lines_of_its_ssh(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_host_that_fails_is_named_with_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, ssh=SSH)
     hosts = SshHosts({"trainer": ("127.0.0.2", "127.0.0.3", "no.such.host"), "critic": (HERE,)}, python="/no/python")
     with pytest.raises(ValueError, match="no worker could be started there") as raised:

@@ -88,7 +88,7 @@ def test_a_host_that_is_cut_off_keeps_its_version(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_a_launcher_takes_the_network_between_hosts_and_replaces_a_receiving_process(tmp_path: Path) -> None:
+def test_between_hosts_a_launcher_takes_the_network(tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
     with hosts_on_one_machine("ctl", "h1", "h2") as net:
         for host in ("h1", "h2"):

@@ -30,7 +30,7 @@ def test_wsd_holds_then_falls() -> None:
 @pytest.mark.parametrize("make", [linear, cosine, wsd])
 @given(st.floats(0, 10), st.floats(0, 10), st.integers(1, 50))
 @settings(deadline=None)
-def test_a_schedule_starts_at_one_value_ends_at_the_other_and_stays(
+def test_a_schedule_begins_ends_and_stays_where_it_should(
     make: Callable[..., Schedule], start: float, end: float, num_steps: int
 ) -> None:
     schedule = make(start, end, num_steps)
@@ -82,7 +82,7 @@ def test_a_learning_rate_follows_the_kl() -> None:
         adapted_to_kl(1e-4, 0.1, target=0, highest=1e-4)
 
 
-def test_entropy_coefficient_rises_below_the_target_and_falls_above() -> None:
+def test_the_entropy_coefficient_follows_its_target() -> None:
     assert adapted_to_entropy(0.01, 0.1, target=0.2) == pytest.approx(0.015)
     assert adapted_to_entropy(0.01, 0.3, target=0.2) == pytest.approx(0.005)
     assert adapted_to_entropy(0.001, 0.3, target=0.2) == 0

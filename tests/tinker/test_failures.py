@@ -112,7 +112,7 @@ def test_clients_do_not_notice_that_the_generator_was_killed(tiny_server: Server
         np.testing.assert_allclose(sampled(sampler), expected, atol=1e-5)
 
 
-def test_weights_that_only_a_killed_generator_had_are_an_error_that_says_what_to_do(tiny_server: Server) -> None:
+def test_weights_lost_with_a_generator_are_an_error(tiny_server: Server) -> None:
     client = new_client(tiny_server)
     old: Any = None
     for number in range(4):  # the trainer keeps two versions
@@ -127,7 +127,7 @@ def test_weights_that_only_a_killed_generator_had_are_an_error_that_says_what_to
     np.testing.assert_allclose(sampled(new), trained(client), atol=1e-4)
 
 
-def test_a_killed_server_leaves_nothing_running_and_its_checkpoints_resume(tmp_path: Path) -> None:
+def test_a_killed_server_leaves_nothing_running_and_resumes(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model", **SERVABLE)
     server = start(model, tmp_path, *FLOAT32, *LIMITS)
     client = new_client(server)

@@ -184,7 +184,7 @@ def _living(store: FakeStore) -> list[int]:
     return [record.version for record in records]
 
 
-def test_a_buffer_is_introduced_once_and_says_itself_which_version_it_holds() -> None:
+def test_a_buffer_is_introduced_once_and_holds_its_version() -> None:
     store = _WatchedStore()
     publisher = WeightPublisher(torch.bfloat16, store=store)
     for version in (1, 2, 3, 4):
@@ -210,7 +210,7 @@ def test_a_push_that_fails_leaves_the_version_before() -> None:
     assert _living(store) == [4, 5]
 
 
-def test_a_buffer_that_torchstore_does_not_hear_of_is_introduced_later() -> None:
+def test_a_buffer_unknown_to_torchstore_is_introduced_later() -> None:
     store = _WatchedStore()
     publisher = WeightPublisher(torch.bfloat16, store=store)
     store.fails = True
@@ -261,7 +261,7 @@ def test_a_new_version_of_unchanged_weights_is_warned_of() -> None:
     asyncio.run(main())
 
 
-def test_too_little_shared_memory_falls_back_with_one_warning_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_shared_memory_falls_back_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl.weights.buffer.available_memory_bytes", lambda: 100)
     store = FakeStore()
     short = r"weights need 0\.0 MB of shared memory and 0\.0 MB are available"

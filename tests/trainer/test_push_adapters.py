@@ -63,7 +63,7 @@ def test_every_policy_has_versions_of_its_own(transport: str) -> None:
 
 
 @pytest.mark.seconds
-def test_a_dropped_adapter_leaves_no_memory_no_key_and_no_other_adapter_harmed() -> None:
+def test_a_dropped_adapter_leaves_nothing_and_harms_no_other() -> None:
     store, mapped_before = FakeStore(), _num_buffers()
     receiver = SharedMemoryReceiver()
 

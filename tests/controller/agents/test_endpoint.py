@@ -189,7 +189,7 @@ def test_an_error_has_the_form_of_its_dialect(chat_engine: GenerationEngine) -> 
     run_paced(main())
 
 
-def test_what_cannot_be_trained_or_served_is_refused_at_the_start() -> None:
+def test_what_cannot_be_trained_or_served_is_refused() -> None:
     async def main() -> None:
         anything: Any = object()
         with pytest.raises(ValueError, match=r"sampling.temperature is 0"):

@@ -125,6 +125,7 @@ def test_a_crash_is_short_on_screen_and_whole_in_the_log(tmp_path: Path) -> None
         ("no-cancel", signal.SIGTERM, 143),
     ],
 )
+@pytest.mark.slow
 def test_a_signal_ends_every_process(mode: str, number: signal.Signals, code: int, tmp_path: Path) -> None:
     process, child = start(tmp_path, mode)
     # As a terminal does it: the signal goes to the whole process group.

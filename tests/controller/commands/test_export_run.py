@@ -128,7 +128,7 @@ def test_runs_are_listed(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert ownloop(capfd, "runs", "--runs", "none") == ["there are no runs in none; --runs names another folder"]
 
 
-def test_a_run_that_was_resumed_is_not_finished_by_its_earlier_model(tmp_path: Path) -> None:
+def test_a_resumed_run_is_not_finished_by_its_earlier_model(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a", {})
     (folder.path / "model").mkdir()
     (folder.path / "model" / "config.json").write_text("{}")
@@ -142,7 +142,8 @@ def test_a_run_that_was_resumed_is_not_finished_by_its_earlier_model(tmp_path: P
 
 
 @pytest.mark.seconds
-def test_a_run_of_an_adapter_is_exported_evaluated_and_talked_to_as_a_whole_model(
+@pytest.mark.slow
+def test_a_run_of_an_adapter_is_used_as_a_whole_model(
     run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapted = finished_run("adapted", "--lora.rank", "4", "--learning-rate", "0.1")

@@ -47,6 +47,7 @@ def test_without_overrides_its_metrics_equal_its_parent_s(parent: Path) -> None:
 
 
 @pytest.mark.seconds
+@pytest.mark.slow
 def test_overrides_hold_for_the_steps_to_come(parent: Path) -> None:
     child = fork(parent, "other", 2, "--learning-rate", "1e-2", "--num-steps", "5")
     ours, theirs = metric_rows(child), metric_rows(parent)

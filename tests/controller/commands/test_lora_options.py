@@ -47,7 +47,7 @@ def test_every_recipe_has_the_options_and_shows_them() -> None:
                 configuration(recipe, ["--help"], "run")
 
 
-def test_a_switched_on_adapter_learns_at_the_rate_for_adapters_unless_another_is_given() -> None:
+def test_an_adapter_learns_at_the_rate_for_adapters_by_default() -> None:
     full = configuration("grpo_smollm2_cpu", [], "run")
     adapter = configuration("grpo_smollm2_cpu", ["--lora.rank", "8"], "run")
     given = configuration("grpo_smollm2_cpu", ["--lora.rank", "8", "--learning-rate", "3e-5"], "run")
@@ -56,7 +56,7 @@ def test_a_switched_on_adapter_learns_at_the_rate_for_adapters_unless_another_is
 
 
 @pytest.mark.seconds
-def test_gpu_logic_recipes_compile_whole_models_and_adapters_are_left_as_they_are() -> None:
+def test_gpu_logic_recipes_compile_whole_models_alone() -> None:
     for recipe in (name for name in recipe_files() if name.endswith("qwen3_gpu")):
         assert configuration(recipe, [], "run").trainer.compile
         assert not configuration(recipe, ["--lora.rank", "8"], "run").trainer.compile

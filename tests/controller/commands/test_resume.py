@@ -91,9 +91,7 @@ def recipe():
 """
 
 
-def test_secrets_stay_out_of_the_folder_and_come_from_the_recipe_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secrets_stay_out_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "mine.py"
     file.write_text(SECRET)
     monkeypatch.setenv("JUDGE_KEY", "sk-first")
@@ -149,7 +147,7 @@ def recipe():
 
 
 @pytest.mark.stranger("F1")
-def test_no_secret_is_in_a_page_a_help_text_or_a_file_that_others_read(tmp_path: Path) -> None:
+def test_no_secret_is_in_a_page_a_help_text_or_a_readable_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(SOWN)
     options = ["--env.option7", "SOWN-31", "--env.openai-key=SOWN-32", "--env.url", "http://SOWN-33@host"]

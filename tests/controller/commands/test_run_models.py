@@ -24,7 +24,7 @@ def _write_model(directory: Path) -> Path:
     return directory
 
 
-def test_a_run_that_went_on_after_its_end_has_the_model_of_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_run_continued_after_its_end_has_the_newest_model(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", {"num_steps": 1})
     folder.log_metrics({"step": 1.0})
     folder.mark_finished()

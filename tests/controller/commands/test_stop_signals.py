@@ -78,7 +78,7 @@ def test_a_run_that_hangs_does_not_have_longer() -> None:
     assert stopped(options(INT, hangs=True, stop_within_s=1.5)) == (130, ["saved", "at once"])  # after its save
 
 
-def test_a_second_signal_ends_it_at_once_unless_nobody_asked_for_it() -> None:
+def test_a_second_signal_of_a_user_ends_it_at_once() -> None:
     assert stopped(options(INT, later=(INT,), seconds=20, same_signal_s=0.0)) == (130, ["at once"])
     assert stopped(options(INT, TERM)) == (130, ["saved"])  # a wrapper passed the same stop on
     assert stopped(options(HUP, later=(HUP,), same_signal_s=0.0)) == (129, ["saved"])  # the shell's, after the kernel's

@@ -111,6 +111,7 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert order(tmp_path)[3:] == ["1 0.01 True"], "a run with a checkpoint is resumed"
 
 
+@pytest.mark.slow
 def test_results_of_other_options_are_not_taken_for_this_sweeps(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(RECIPE)
     assert ownloop(tmp_path, "sweep", *OPTIONS).returncode == 0

@@ -82,7 +82,7 @@ def test_a_folder_may_be_moved_and_its_options_grow(run: Path, tmp_path: Path) -
     assert resumed_configuration(moved, []).num_steps == 9
 
 
-def test_adding_options_does_not_sign_a_recipe_that_changed_meanwhile(run: Path, tmp_path: Path) -> None:
+def test_options_do_not_sign_a_recipe_that_has_changed(run: Path, tmp_path: Path) -> None:
     resumed_configuration(run, [])
     plant(run, tmp_path / "was_here")
     add_options(run, ["--num-steps", "7"])

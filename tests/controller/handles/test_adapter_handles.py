@@ -26,7 +26,7 @@ def frozen(tmp_path: Path) -> tuple[TrainerHandle, FakeMesh]:
     return handle_of(mesh, config), mesh
 
 
-def test_calls_of_all_policies_arrive_in_the_order_of_issue_under_their_names(tmp_path: Path) -> None:
+def test_calls_of_all_policies_arrive_in_order_by_name(tmp_path: Path) -> None:
     base, mesh = frozen(tmp_path)
 
     async def controller() -> None:
@@ -59,7 +59,7 @@ def test_calls_of_all_policies_arrive_in_the_order_of_issue_under_their_names(tm
         assert list(zip(rank.calls, rank.policies, strict=True)) == expected
 
 
-def test_a_dropped_adapter_refuses_every_call_and_its_name_is_free_again(tmp_path: Path) -> None:
+def test_a_dropped_adapter_refuses_calls_and_frees_its_name(tmp_path: Path) -> None:
     base, mesh = frozen(tmp_path)
 
     async def controller() -> None:
@@ -91,7 +91,7 @@ def test_a_dropped_adapter_refuses_every_call_and_its_name_is_free_again(tmp_pat
     asyncio.run(controller())
 
 
-def test_an_adapter_that_cannot_be_made_is_refused_before_any_rank_is_called(tmp_path: Path) -> None:
+def test_an_impossible_adapter_is_refused_before_a_call(tmp_path: Path) -> None:
     base, mesh = frozen(tmp_path)
     for name, config, message in (
         ("a/b", LoRAConfig(), "adapter's name is 'a/b'"),
@@ -105,7 +105,7 @@ def test_an_adapter_that_cannot_be_made_is_refused_before_any_rank_is_called(tmp
     assert mesh.num_calls == other.num_calls == 0
 
 
-def test_the_base_is_neither_pushed_nor_dropped_nor_exported_as_an_adapter(tmp_path: Path) -> None:
+def test_the_base_is_no_adapter(tmp_path: Path) -> None:
     base, mesh = frozen(tmp_path)
     for call, message in (
         (base.push_model_state_dict(), "the base is frozen.*push an adapter"),
@@ -117,7 +117,7 @@ def test_the_base_is_neither_pushed_nor_dropped_nor_exported_as_an_adapter(tmp_p
     assert mesh.num_calls == 0
 
 
-def test_a_failure_that_all_ranks_share_leaves_the_other_adapters_alone(tmp_path: Path) -> None:
+def test_a_failure_of_all_ranks_leaves_other_adapters_alone(tmp_path: Path) -> None:
     base, mesh = frozen(tmp_path)
 
     async def controller() -> None:

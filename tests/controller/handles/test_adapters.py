@@ -35,7 +35,7 @@ def test_a_trainer_and_a_generator_that_do_not_fit_are_refused(
     _refused(lambda launcher, model: launcher.trainer(model, trainer, generator=_generator(room)), message, tmp_path)
 
 
-def test_the_reference_of_an_adapter_is_its_trainer_and_of_no_other(tmp_path: Path) -> None:
+def test_the_reference_of_an_adapter_is_its_trainer(tmp_path: Path) -> None:
     message = "no trainer was started with this model and configuration; call `trainer` first"
     _refused(lambda launcher, model: launcher.reference(model, ADAPTER), message, tmp_path)
 
@@ -100,7 +100,7 @@ class _Noting:
         self.policies.append(policy)
 
 
-def test_a_bound_generator_names_its_adapter_unless_a_call_names_another() -> None:
+def test_a_bound_generator_names_its_adapter_by_default() -> None:
     generator = _Noting()
     bound = BoundGenerator(BoundGenerator(generator, "other"), "mine")
 

@@ -64,7 +64,7 @@ async def call(gpus: SharedGPUs, side: Side, name: str, events: Events, until: a
         events.append(f"{name} done")
 
 
-def test_gpu_logic_a_side_frees_its_memory_before_the_other_takes_it(events: Events) -> None:
+def test_gpu_logic_a_side_frees_memory_before_the_other_takes_it(events: Events) -> None:
     async def body() -> None:
         gpus, _, _ = await started(events)
         assert events == ["trainer ends"]  # before the replica started
@@ -80,7 +80,7 @@ def test_gpu_logic_a_side_frees_its_memory_before_the_other_takes_it(events: Eve
     ]
 
 
-def test_gpu_logic_calls_of_a_side_run_together_and_later_ones_wait_behind_the_other_side(events: Events) -> None:
+def test_gpu_logic_calls_of_a_side_run_together_and_take_turns(events: Events) -> None:
     async def body() -> None:
         gpus, _, _ = await started(events)
         events.clear()
@@ -101,7 +101,7 @@ def test_gpu_logic_calls_of_a_side_run_together_and_later_ones_wait_behind_the_o
     assert events[4:] == [*training_phase, "trainer ends", "replica begins", "s2", "s2 done"]
 
 
-def test_gpu_logic_a_restart_that_running_requests_wait_for_is_not_held_up(events: Events) -> None:
+def test_gpu_logic_a_restart_is_not_held_up_by_requests(events: Events) -> None:
     """A request waits for its replica's successor, and a trainer's call for the request: the successor must start."""
 
     async def body() -> None:
@@ -119,7 +119,7 @@ def test_gpu_logic_a_restart_that_running_requests_wait_for_is_not_held_up(event
     assert events[-2:] == ["step", "step done"]
 
 
-def test_gpu_logic_a_cancelled_call_and_a_dead_member_hold_nothing_up(events: Events) -> None:
+def test_gpu_logic_a_cancelled_call_holds_nothing_up(events: Events) -> None:
     async def body() -> None:
         gpus, trainer, replica = await started(events)
         forever = asyncio.Event()
@@ -143,7 +143,7 @@ def test_gpu_logic_a_cancelled_call_and_a_dead_member_hold_nothing_up(events: Ev
     run_virtual(body())
 
 
-def test_gpu_logic_a_switch_that_a_cancelled_call_began_ends_before_the_next_one(events: Events) -> None:
+def test_gpu_logic_a_cancelled_switch_ends_before_the_next(events: Events) -> None:
     async def body() -> None:
         gpus, trainer, replica = await started(events)
         await call(gpus, "train", "step", events)
@@ -160,7 +160,7 @@ def test_gpu_logic_a_switch_that_a_cancelled_call_began_ends_before_the_next_one
     assert events == ["trainer ends", "replica begins", "replica ends", "trainer begins", "save", "save done"]
 
 
-def test_gpu_logic_meshes_that_share_a_gpu_start_one_after_the_other(events: Events) -> None:
+def test_gpu_logic_meshes_that_share_a_gpu_start_in_turn(events: Events) -> None:
     async def start(gpus: SharedGPUs, name: str, *on: str) -> None:
         async with gpus.starting(on):
             events.append(f"{name} starts")

@@ -88,7 +88,7 @@ def test_the_cause_wins_over_a_connection_error_of_another_rank() -> None:
         run_virtual(_generate(FakeMesh(*statuses, error=EngineStoppedError(gloo))))
 
 
-def test_an_engine_that_hangs_or_has_died_on_another_rank_is_found() -> None:
+def test_an_engine_that_hangs_or_died_on_a_rank_is_found() -> None:
     hangs = replace(STEP, seconds=11.0)
     message = r"engine of rank 0 has been in one step for 11 s \(the slowest so far took 0.5 s\), with 3 unfinished"
     with pytest.raises(DeadlineError, match=message) as caught:
@@ -99,7 +99,7 @@ def test_an_engine_that_hangs_or_has_died_on_another_rank_is_found() -> None:
         run_virtual(_generate(FakeMesh(replace(STEP, seconds=1.0), died)))
 
 
-def test_an_engine_that_makes_progress_is_left_alone_and_asked_only_while_there_are_requests() -> None:
+def test_an_engine_that_makes_progress_is_left_alone() -> None:
     config = replace(CONFIG, request_timeout_s=10)
     mesh = FakeMesh(replace(STEP, seconds=9.0), replace(STEP, seconds=600.0, slowest_s=40.0))
 

@@ -20,7 +20,7 @@ def _prompt(number: int, num_tokens: int = 64) -> tuple[int, ...]:
     return tuple(number * 1000 + position for position in range(num_tokens))
 
 
-def test_requests_go_to_the_least_busy_replica_and_later_turns_to_that_of_the_earlier_ones() -> None:
+def test_requests_go_to_the_least_busy_replica_turns_stay_there() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         tasks: list[asyncio.Task[list[Completion]]] = []
         turn = _prompt(1)
@@ -42,7 +42,7 @@ def test_requests_go_to_the_least_busy_replica_and_later_turns_to_that_of_the_ea
     run(test)
 
 
-def test_a_known_prefix_draws_no_request_if_it_is_short_or_its_replica_too_busy() -> None:
+def test_a_short_prefix_or_a_busy_replica_draws_no_request() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         for number, num_samples in ((1, 2), (2, 1), (3, 1)):  # with the same system prompt
             send(router, *SYSTEM, *_prompt(number, 100), num_samples=num_samples)
@@ -56,7 +56,7 @@ def test_a_known_prefix_draws_no_request_if_it_is_short_or_its_replica_too_busy(
     run(test)
 
 
-def test_requests_after_a_pull_begins_are_answered_under_its_version() -> None:
+def test_requests_after_a_pull_begins_have_its_version() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         for replica in replicas:
             replica.may_pull.clear()
@@ -80,7 +80,7 @@ def test_requests_after_a_pull_begins_are_answered_under_its_version() -> None:
     run(test)
 
 
-def test_a_pull_whose_caller_gives_up_still_reaches_every_replica() -> None:
+def test_a_pull_that_is_given_up_reaches_every_replica() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         replicas[1].may_pull.clear()
         pull = asyncio.create_task(router.pull_model_state_dict(3))
@@ -95,7 +95,7 @@ def test_a_pull_whose_caller_gives_up_still_reaches_every_replica() -> None:
     run(test)
 
 
-def test_a_version_that_no_replica_can_pull_raises_and_restarts_none() -> None:
+def test_a_version_that_none_can_pull_raises_and_restarts_none() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         for replica in replicas:
             replica.pull_error = ValueError("version 9 cannot be pulled; versions that can: 1, 2")
@@ -121,7 +121,7 @@ def test_a_replica_that_alone_fails_to_pull_is_restarted() -> None:
     run(test)
 
 
-def test_requests_of_a_dead_replica_are_retried_and_its_replacement_has_the_version() -> None:
+def test_requests_of_a_dead_replica_are_retried() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         await router.pull_model_state_dict(7)
         requests = [send(router, prompt, num_samples=2) for prompt in range(8)]
@@ -168,7 +168,7 @@ def test_a_request_that_kills_replica_after_replica_raises() -> None:
     run(test)
 
 
-def test_a_restart_that_fails_is_tried_again_and_then_the_replica_is_down(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_restart_that_fails_is_tried_again_once(capsys: pytest.CaptureFixture[str]) -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         request = send(router, 1)
         await settle()
@@ -191,7 +191,7 @@ def test_a_restart_that_fails_is_tried_again_and_then_the_replica_is_down(capsys
     run(test, num_replicas=1)
 
 
-def test_a_pull_in_which_the_only_replica_dies_goes_to_its_successor() -> None:
+def test_a_pull_in_which_a_replica_dies_goes_to_its_successor() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         await router.pull_model_state_dict(1)
         replicas[0].kill()
@@ -202,7 +202,7 @@ def test_a_pull_in_which_the_only_replica_dies_goes_to_its_successor() -> None:
     run(test, num_replicas=1)
 
 
-def test_a_pull_from_a_trainer_that_died_raises_and_restarts_none() -> None:
+def test_a_pull_from_a_dead_trainer_raises_and_restarts_none() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         for replica in replicas:
             replica.pull_error = MeshError("trainer", "rank 1 died")
@@ -214,7 +214,7 @@ def test_a_pull_from_a_trainer_that_died_raises_and_restarts_none() -> None:
     run(test)
 
 
-def test_a_replacement_whose_version_is_gone_serves_after_the_next_pull() -> None:
+def test_a_replacement_without_a_version_serves_after_a_pull() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         await router.pull_model_state_dict(1)
         request = send(router, 1)
@@ -238,7 +238,7 @@ def test_a_replacement_whose_version_is_gone_serves_after_the_next_pull() -> Non
     run(test, num_replicas=1)
 
 
-def test_a_request_that_takes_too_long_raises_and_its_replica_keeps_serving() -> None:
+def test_a_request_that_takes_too_long_harms_no_replica() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         for replica in replicas:
             replica.late = True

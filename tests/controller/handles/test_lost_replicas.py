@@ -12,7 +12,7 @@ from tests.waiting import until
 
 
 @pytest.mark.parametrize("kind", [HostsOverError, HostLostError])
-def test_the_only_replica_is_not_tried_again_if_its_hosts_are_gone(kind: type[HostLostError]) -> None:
+def test_a_replica_whose_hosts_are_gone_is_not_tried_again(kind: type[HostLostError]) -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         replicas.start_error, replicas.num_start_errors = kind("hosts", "job 1 is TIMEOUT"), 1
         replicas[0].kill()

@@ -113,7 +113,7 @@ def test_pulls_of_several_policies_do_not_wait_for_each_other() -> None:
 @pytest.mark.parametrize(
     "error", [ValueError("this version is no longer kept"), PublisherGoneError("the trainer that published it is gone")]
 )
-def test_policies_that_are_published_no_longer_are_missed_by_name(error: Exception) -> None:
+def test_policies_no_longer_published_are_missed_by_name(error: Exception) -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         await router.pull_model_state_dict(2, policy="a")
         await router.pull_model_state_dict(1, policy="a", frozen=True)
@@ -154,7 +154,7 @@ def test_a_policy_that_no_replica_knows_cannot_be_dropped() -> None:
     run(test)
 
 
-def test_a_server_that_makes_frozen_versions_for_ever_keeps_nothing_of_those_it_dropped() -> None:
+def test_dropped_frozen_versions_leave_nothing_in_a_server() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         for replica in replicas:
             replica.release()

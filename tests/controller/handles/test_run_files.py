@@ -82,9 +82,7 @@ def test_a_host_that_is_lost_meanwhile_leaves_nothing_visible(
     assert checkpoint.read_info(path) == INFO
 
 
-def test_what_is_no_checkpoint_and_a_host_that_cannot_write_are_refused_before_ranks_write(
-    tmp_path: Path, hosts: tuple[OtherHost, OtherHost]
-) -> None:
+def test_an_unwritable_host_is_refused_before_ranks_write(tmp_path: Path, hosts: tuple[OtherHost, OtherHost]) -> None:
     (tmp_path / "thesis").mkdir()
     with pytest.raises(ValueError, match="exists and is not an ownloop checkpoint"):
         asyncio.run(files_of(*hosts).to_write(tmp_path / "thesis"))

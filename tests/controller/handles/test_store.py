@@ -72,6 +72,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_store_starts_after_one_whose_end_hangs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         async with running_store(tmp_path / "first", teardown_s=0.5) as first:
@@ -89,6 +90,7 @@ def test_a_store_starts_after_one_whose_end_hangs(tmp_path: Path, capfd: pytest.
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_two_stores_at_a_time_hold_their_own_values(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         async with running_store(tmp_path / "a") as a:

@@ -24,7 +24,7 @@ from trainer.engines.base import RankFailureError
 LENGTHS = (3, 17, 5, 12, 9, 1)
 
 
-def test_each_rank_gets_its_local_batch_and_results_come_back_in_order(tmp_path: Path) -> None:
+def test_each_rank_has_its_local_batch_and_results_keep_order(tmp_path: Path) -> None:
     handle, mesh = make(tmp_path, data_parallel_shard=2)
     batch = random_batch(LENGTHS)
     output = asyncio.run(handle.forward(batch, entropy=True))
@@ -38,7 +38,7 @@ def test_each_rank_gets_its_local_batch_and_results_come_back_in_order(tmp_path:
     assert len({len(rank.microbatches[0]) for rank in mesh.ranks}) == 1
 
 
-def test_tensor_parallel_ranks_get_the_same_local_batch_and_count_once(tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_have_one_batch_and_count_once(tmp_path: Path) -> None:
     handle, mesh = make(tmp_path, data_parallel_shard=2, tensor_parallel=2)
     batch = random_batch(LENGTHS)
     output = asyncio.run(handle.forward_backward(batch, "ppo"))

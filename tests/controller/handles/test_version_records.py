@@ -35,7 +35,7 @@ RECORD = VersionRecord(
 )
 
 
-def test_the_newest_record_of_a_version_is_found_until_two_newer_ones_exist() -> None:
+def test_a_record_is_found_until_two_newer_ones_exist() -> None:
     version_records = VersionRecords()
     assert version_records.find(0) is None
     records = [dataclasses.replace(RECORD, version=v, push_index=p) for p, v in enumerate((3, 4, 4, 5))]
@@ -66,7 +66,7 @@ class FakeMesh(Mesh):
         )
 
 
-def test_a_pull_sends_the_record_of_a_pushed_version_and_none_for_an_unknown_one(tmp_path: Path) -> None:
+def test_a_pull_sends_the_record_of_a_pushed_version_alone(tmp_path: Path) -> None:
     model, version_records = tiny_llama(tmp_path / "model"), VersionRecords()
     record = dataclasses.replace(RECORD, version=7)
     pushing = FakeMesh(record)

@@ -13,9 +13,7 @@ from rl.weights.receiving_process import receiving_hosts
 from tests.meshes_in_process import InProcessMesh, meshes_in_process
 
 
-def test_a_push_needs_the_lost_processes_only_where_no_host_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_push_needs_lost_processes_only_if_no_host_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InProcessMesh, "pids", (1,))  # for the name of the process
     lost = set[str]()
 

@@ -45,7 +45,7 @@ def refused(start: Callable[[Launcher, Path], object], message: str, tmp_path: P
         (TrainerConfig(model=Path("elsewhere")), GeneratorConfig(), "TrainerConfig.model is elsewhere; leave it out"),
     ],
 )
-def test_an_impossible_configuration_is_refused_before_any_process_starts(
+def test_an_impossible_configuration_is_refused_at_once(
     trainer: TrainerConfig, generator: GeneratorConfig, message: str, tmp_path: Path
 ) -> None:
     model = tiny_llama(tmp_path / "model")

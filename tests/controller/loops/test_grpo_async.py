@@ -180,7 +180,7 @@ def test_rollouts_run_ahead_as_far_as_the_bound_and_no_further(recipe: GRPOConfi
 
 
 @pytest.mark.slow
-def test_a_producer_that_fails_ends_the_run_with_its_own_traceback(recipe: GRPOConfig, tmp_path: Path) -> None:
+def test_a_producer_that_fails_ends_the_run_with_its_traceback(recipe: GRPOConfig, tmp_path: Path) -> None:
     config = _asynchronous(recipe, 2, env=SlowWords(breaks_at=14), num_steps=1000)
     with pytest.raises(ArithmeticError, match="there is no problem 14") as caught:
         _run(config, tmp_path / "run")

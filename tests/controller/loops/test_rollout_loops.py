@@ -126,6 +126,7 @@ def test_accumulated_batches_are_one_batch_of_their_union(tmp_path: Path) -> Non
     assert steps[-1]["learning_rate"] < config.learning_rate / 2  # the target is far below what such steps bring about
 
 
+@pytest.mark.slow
 def test_distill_brings_the_student_nearer_to_its_teacher(tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
     teacher, rng = EngineTrainer(model, per_microbatch=64), np.random.default_rng(0)

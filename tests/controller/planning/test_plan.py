@@ -119,7 +119,7 @@ def test_layouts_are_ranked_and_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.seconds
-def test_the_command_says_what_fits_and_refuses_as_the_engine_does(
+def test_the_command_says_if_it_fits_and_refuses_as_engines_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(write_qwen3(tmp_path / "model", "8B"))

@@ -58,7 +58,7 @@ def test_a_deadline_follows_the_slowest_call_of_the_verb() -> None:
     _run(test)
 
 
-def test_a_call_that_need_not_be_like_those_before_has_the_deadline_of_a_first_one() -> None:
+def test_a_call_unlike_earlier_ones_has_a_first_calls_deadline() -> None:
     async def test(calls: Calls) -> None:
         await calls.answers({0: _takes(0.0)}, "step", size=10)
         await calls.answers({0: _takes(5)}, "step", size=21)
@@ -85,7 +85,7 @@ def test_a_call_behind_others_waits_without_its_clock_running() -> None:
     _run(test)
 
 
-def test_a_call_that_is_cancelled_is_still_executed_and_the_next_one_waits_for_it() -> None:
+def test_a_cancelled_call_is_executed_and_the_next_one_waits() -> None:
     async def test(calls: Calls) -> None:
         turn = asyncio.Lock()
 
@@ -106,7 +106,7 @@ def test_a_call_that_is_cancelled_is_still_executed_and_the_next_one_waits_for_i
     _run(test)
 
 
-def test_a_cancelled_call_that_hangs_or_fails_alone_ends_the_call_behind_it() -> None:
+def test_a_cancelled_call_that_hangs_ends_the_call_behind_it() -> None:
     async def hangs(calls: Calls) -> None:
         await calls.answers({0: _takes(0.0)}, "step")
         await _cancelled(calls.answers({0: _takes(600)}, "step"))

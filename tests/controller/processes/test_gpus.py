@@ -38,7 +38,7 @@ def test_gpus_are_given_out_in_the_order_of_the_calls(
     assert [pool.take(f"mesh-{index}", count) for index, count in enumerate(ranks)] == expected
 
 
-def test_gpus_can_be_shared_by_naming_them_and_are_given_to_nobody_else() -> None:
+def test_gpus_are_shared_by_naming_them_alone() -> None:
     pool = GPUPool(EIGHT[:4])
     assert pool.take("trainer", 2, gpus=(1, "2")) == ("1", "2")
     assert pool.take("reference", 2, gpus=(1, 2)) == ("1", "2")
@@ -58,7 +58,7 @@ def test_wrong_names_are_refused_with_the_visible_ones(
         GPUPool(EIGHT[:4]).take("critic", 2, gpus=gpus)
 
 
-def test_gpu_logic_colocated_meshes_share_the_first_gpus_with_each_other_alone() -> None:
+def test_gpu_logic_colocated_meshes_share_the_first_gpus() -> None:
     pool = GPUPool(("0", "1", "2", "3"))
     assert pool.take("judge", 1) == ("0",)
     assert pool.take("trainer", 2, colocated=True) == ("1", "2")
@@ -146,7 +146,7 @@ def test_the_command_line_takes_numbers_and_names() -> None:
     assert config.gpus == (4, UUIDS[0])
 
 
-def test_a_number_of_gpus_other_than_that_of_ranks_is_refused_at_construction() -> None:
+def test_gpus_must_be_as_many_as_ranks() -> None:
     with pytest.raises(ValueError, match=r"TrainerConfig.gpus is \[0, 1\]; it must name 1 different GPUs"):
         TrainerConfig(gpus=(0, 1))
     with pytest.raises(ValueError, match=r"GeneratorConfig.gpus is \[3, 3\]; it must name 2 different GPUs"):

@@ -13,7 +13,7 @@ from rl.rollouts.columns import read_groups
 from tests.controller.runs.test_folder import group
 
 
-def test_what_was_written_later_is_moved_aside_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_later_files_are_moved_aside_and_nothing_is_lost(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a", {})
     folder.log_rollouts(0, [group()], split="eval")
     for step in (1, 2):

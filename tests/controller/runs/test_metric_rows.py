@@ -36,7 +36,7 @@ def test_a_run_of_usual_length_loses_no_row(tmp_path: Path) -> None:
     assert thinned_metrics(file) == read_metrics(file)
 
 
-def test_a_long_run_keeps_its_beginning_its_end_and_every_row_to_warn_of(tmp_path: Path) -> None:
+def test_a_long_run_keeps_its_ends_and_every_row_to_warn_of(tmp_path: Path) -> None:
     _write(file := tmp_path / "metrics.jsonl", 2000)
     rows, kept = read_metrics(file), thinned_metrics(file, num_kept=30)
     assert len(kept) <= 3 * 60 + 100

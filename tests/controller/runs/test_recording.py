@@ -127,7 +127,7 @@ def test_a_disk_without_space_is_said_and_holds_whole_files_only(tmp_path: Path)
     assert second == f"{tmp_path}/a/loop.json cannot be written: No space left on device"
 
 
-def test_a_disk_that_is_behind_makes_the_loop_wait_and_nothing_else() -> None:
+def test_a_disk_that_is_behind_only_makes_the_loop_wait() -> None:
     writer, disk, done = BackgroundWriter(), threading.Event(), list[int]()
 
     def work(number: int) -> None:

@@ -17,6 +17,7 @@ from controller.handles.offline import OfflineGenerator
 from controller.loops.grpo import GRPOConfig
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
+from controller.runs.loop_config import HeldOut
 from controller.runs.recording import RecordedEnv
 from controller.runs.rollout_source import RolloutSource
 from controller.runs.training_run import Run
@@ -83,7 +84,7 @@ class Lines(EvenWords):
         return ("\n", "\n\n")
 
 
-def test_the_environments_stop_strings_and_the_recipes_end_answers(config: GRPOConfig) -> None:
+def test_stop_strings_of_environment_and_recipe_end_answers(config: GRPOConfig) -> None:
     stopping = replace(config, env=Lines(), sampling=SamplingParams(max_tokens=8, stop=("END", "\n")))
     source, generator = _source(stopping), _generator()
     asyncio.run(source.sample(generator, 1, NUM_SAMPLES))
@@ -109,6 +110,32 @@ def test_an_answer_is_right_from_the_environments_best_reward_on(config: GRPOCon
     assert means == {"reward": 3.0, "pass_at_1": 0.5, "pass_at_2": 1.0}
 
 
+def test_further_held_out_sets_have_their_own_sampling(config: GRPOConfig) -> None:
+    points = HeldOut(env=Points(), num_eval=3, samples=2, sampling=SamplingParams(max_tokens=5, temperature=0.5))
+    source = _source(
+        replace(config, num_eval=4, held_out={"points": points, "lines": HeldOut(env=Lines(), num_eval=2)})
+    )
+    generator = ScriptedGenerator(lambda prompt, sample, seed: f"{sample}")
+    evaluation = asyncio.run(source.evaluate(generator))
+    assert {name: len(each.groups) for name, each in evaluation.sets.items()} == {"": 4, "points_": 3, "lines_": 2}
+    assert evaluation.others["points"].pass_at(2).mean == 1.0  # of its own best reward, 5
+    asked = [(sampling.max_tokens, sampling.temperature, sampling.stop, n) for _, sampling, n in generator.calls]
+    wanted = [(8, 0.0, (), 1)] * 4 + [(5, 0.5, (), 2)] * 3 + [(8, 0.0, ("\n", "\n\n"), 1)] * 2
+    assert asked == wanted
+
+
+def test_a_held_out_set_is_checked_like_the_recipe(config: GRPOConfig) -> None:
+    with pytest.raises(ValueError, match=r"held_out has 'a-b'; a name must have letters"):
+        replace(config, held_out={"a-b": HeldOut(env=Lines())})
+    with pytest.raises(ValueError, match=r"HeldOut.samples is 0; it must be at least 1"):
+        HeldOut(env=Lines(), samples=0)
+    cut = HeldOut(env=Lines(), samples=2, sampling=SamplingParams(max_tokens=8, top_p=0.9))
+    assert replace(config, held_out={"lines": cut}).generator.kept_sets
+    long = HeldOut(env=Lines(), sampling=SamplingParams(max_tokens=64))
+    with pytest.raises(ValueError, match=r"with max_tokens 64 the generator's context of 64 tokens"):
+        _source(replace(config, held_out={"lines": long}))
+
+
 @pytest.mark.parametrize("seed", [-1, 20260101])
 def test_a_seed_that_samplers_cannot_take_is_refused(config: GRPOConfig, seed: int) -> None:
     with pytest.raises(ValueError, match=rf"seed is {seed}; it must be from 0 to 2097151"):
@@ -118,7 +145,7 @@ def test_a_seed_that_samplers_cannot_take_is_refused(config: GRPOConfig, seed: i
     torch.Generator().manual_seed(largest)
 
 
-def test_a_replay_takes_every_group_from_the_recording_and_samples_nothing(config: GRPOConfig, tmp_path: Path) -> None:
+def test_a_replay_samples_nothing(config: GRPOConfig, tmp_path: Path) -> None:
     played, folder = _source(config), RunFolder(tmp_path / "run", {})
     for step in (1, 2, 3):
         folder.log_rollouts(step, _step(played, step))
@@ -152,7 +179,7 @@ class WaitingWords(EvenWords):
         return float(len(answer))
 
 
-def test_the_environments_time_limit_holds_unless_the_recipe_has_one(config: GRPOConfig) -> None:
+def test_the_environments_time_limit_holds_by_default(config: GRPOConfig) -> None:
     config = replace(config, num_eval=1, env=WaitingWords())
     group, _ = _step(_source(config), 1)
     assert [failure.partition(": ")[2] for failure in group.failures] == ["it did not answer within 0.05 s"] * 2
@@ -172,7 +199,7 @@ def test_a_time_limit_that_is_none_is_refused(config: GRPOConfig, limit: float) 
 
 
 @pytest.mark.stranger("C11")
-def test_a_resumed_run_has_the_prompts_of_the_day_on_which_it_began(config: GRPOConfig, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_prompts_of_its_first_day(config: GRPOConfig, tmp_path: Path) -> None:
     template = "{{ strftime_now('w%d w%H') }}{% for m in messages %} {{ m.content }}{% endfor %}"
     (Path(config.model) / "chat_template.jinja").write_text(template)
     folder = RunFolder(tmp_path / "run", config, began=datetime(2024, 3, 15, 13))

@@ -97,6 +97,6 @@ def test_an_environment_may_say_that_its_best_reward_is_another(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.999])
-def test_equal_rewards_that_are_not_the_best_end_the_run_as_a_failure(reward: float, tmp_path: Path) -> None:
+def test_equal_rewards_below_the_best_end_the_run_as_a_failure(reward: float, tmp_path: Path) -> None:
     with pytest.raises(TrainingStoppedError, match="had nothing to learn from: in every group all rewards were equal"):
         steps_done(CONFIG, RunFolder(tmp_path / "a", CONFIG), *[1.0] * 5, *[reward] * 6)

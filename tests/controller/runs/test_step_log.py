@@ -123,6 +123,18 @@ def test_the_last_sentence_compares_first_and_last(tmp_path: Path) -> None:
     assert (folder.path / "reward.png").exists()
 
 
+def test_further_held_out_sets_are_measured_beside_the_first(tmp_path: Path) -> None:
+    step_log, folder, stream = _step_log(tmp_path)
+    step_log.evaluation(
+        4, Evaluation(groups=(_group(1), _group(0)), others={"aime": Evaluation(groups=(_group(1, 0),))})
+    )
+    (row,) = folder.metrics()
+    assert (row["eval_reward"], row["eval_aime_reward"], row["eval_aime_pass_at_2"]) == (0.5, 0.5, 1.0)
+    assert "held-out aime reward after 4 steps: 0.500" in stream.getvalue()
+    folder.flush()
+    assert [row["split"] for row in recorded_rows(folder.path)] == ["eval", "eval", "eval_aime", "eval_aime"]
+
+
 def test_the_last_sentence_of_a_resumed_run_says_since_when(tmp_path: Path) -> None:
     step_log, _, stream = _step_log(tmp_path)
     for step, right in ((4, 3), (8, 9)):

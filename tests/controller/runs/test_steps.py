@@ -136,7 +136,7 @@ class DeadTrainer(FileTrainer):
 STORE_DIED = MeshError("store", "a process died")
 
 
-def test_the_failure_of_another_process_costs_only_the_step_in_hand(tmp_path: Path) -> None:
+def test_anothers_failure_costs_only_the_step_in_hand(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a", CONFIG)
     assert stopped_in(4, folder, FileTrainer(), failure=STORE_DIED).splitlines() == ["saved step 3"]
     folder.begin_again()

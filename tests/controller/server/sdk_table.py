@@ -12,7 +12,6 @@ LOCAL = "in the client"
 REFUSED = "refused"
 NOT_SUPPORTED: dict[str, str] = {
     "ServiceClient.copy_weights": REFUSED,
-    "ServiceClient.create_custom_loss": f"{LOCAL}: the loss runs there",
     "RestClient.assign_session_project": f"{REFUSED}: there are no projects",
     "RestClient.copy_weights": REFUSED,
     "RestClient.export_session_trace": f"{REFUSED}: there are no traces",

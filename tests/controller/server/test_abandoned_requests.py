@@ -65,7 +65,7 @@ async def begin_samples(gateway: Gateway, session: ClientSession, num: int) -> l
 
 
 @pytest.mark.parametrize("call", ["run", "save"])
-def test_a_training_client_for_which_the_database_fails_is_made_when_it_is_asked_for_again(
+def test_a_client_that_the_database_refused_is_made_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     def fail(_: object) -> None:
@@ -124,7 +124,7 @@ def test_the_end_of_a_session_ends_its_samples_alone(tmp_path: Path) -> None:
     run_virtual(body())
 
 
-def test_what_an_openai_client_that_disconnects_has_asked_for_is_not_sampled_on(tmp_path: Path) -> None:
+def test_requests_of_a_client_that_disconnects_are_aborted(tmp_path: Path) -> None:
     async def body() -> None:
         sampling, ended = asyncio.Event(), asyncio.Event()
 

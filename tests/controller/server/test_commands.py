@@ -53,7 +53,7 @@ def test_a_mistake_is_one_line_and_status_2(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_port_that_is_taken_is_an_error_before_any_process_starts(
+def test_a_taken_port_is_an_error_before_a_process_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tinker")

@@ -51,6 +51,7 @@ def test_a_supervised_recipe_learns(smollm2: Path, tmp_path: Path) -> None:
 @pytest.mark.seconds
 @pytest.mark.stranger("E2")
 @pytest.mark.skipif(COOKBOOK is None, reason="the package tinker-cookbook, of the extra dev, is not installed")
+@pytest.mark.slow
 def test_the_pages_own_command_runs(smollm2: Path, tmp_path: Path) -> None:
     (block,) = (block for block in blocks_of(ROOT / "docs" / "tinker.md") if "chat_sl.train" in block.text)
     model = tiny_chat_model(tmp_path / ".cache" / "ownloop" / "models" / "smollm2-135m-instruct", smollm2)

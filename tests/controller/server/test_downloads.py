@@ -49,7 +49,7 @@ def fetch(url: str) -> tuple[int, bytes]:
         return error.code, error.read()
 
 
-def test_the_command_line_downloads_a_state_and_deletes_its_export(
+def test_the_command_downloads_a_state_and_deletes_its_export(
     server: RunningServer, ann: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = trained(server, ann)
@@ -93,7 +93,7 @@ def test_an_address_is_its_users_alone_and_does_not_last(
     assert fetch(url)[0] in (404, 422)
 
 
-def test_what_was_exported_is_not_loaded_and_encryption_is_refused(server: RunningServer, ann: str) -> None:
+def test_exports_are_not_loaded_and_encryption_is_refused(server: RunningServer, ann: str) -> None:
     training = trained(server, ann)
     path = training.save_weights_external("three").result().path
     for load in (

@@ -84,7 +84,7 @@ def test_calls_run_by_sequence_number_and_not_by_arrival(server: RunningServer) 
     assert versions == {1: 1, 2: 2, 3: 3}
 
 
-def test_a_number_that_jumps_is_an_error_after_a_while_and_later_calls_run(server: RunningServer) -> None:
+def test_a_sequence_number_that_jumps_is_an_error_in_time(server: RunningServer) -> None:
     training = new_client(server)
     server.gateway.training[training.model_id].turns.gap_s = 0.05
     body = {"model_id": training.model_id, "adam_params": {}}
@@ -199,12 +199,12 @@ def test_a_session_keeps_its_name_and_metadata(server: RunningServer) -> None:
 
 
 @pytest.mark.stranger("E6")
-def test_a_loss_on_the_server_and_other_optimizers_are_refused(server: RunningServer) -> None:
-    body = {"session_id": "x", "name": "mine", "inputs": [], "graph": "AAAA"}
+def test_a_pickled_loss_and_other_optimizers_are_refused(server: RunningServer) -> None:
+    body = {"session_id": "x", "name": "mine", "inputs": [], "graph": "AAAA", "custom_loss_seq_id": 0}
     status, answer = post(server, "create_custom_loss", body)
-    assert (status, "use forward_backward_custom, which computes it" in answer["detail"]) == (404, True)
+    assert (status, "graph" in answer["detail"]) == (422, True)
     training: Any = new_client(server)
-    with pytest.raises(tinker.RequestFailedError, match="forward_backward_custom, which computes it in the client"):
+    with pytest.raises(tinker.RequestFailedError, match="loss_id is ''; this session has made"):
         training.forward_backward([datum([2], [3])], "custom").result()
     with pytest.raises(tinker.RequestFailedError, match="the optimizer is 'lion'; pass AdamParams or DimuonParams"):
         training.optim_step(optimizers.OptimParamsBase(type="lion")).result()
@@ -263,7 +263,7 @@ def test_a_flooding_client_does_not_starve_the_others(server: RunningServer) -> 
     assert executed[1][0].startswith(name)
 
 
-def test_a_session_that_finishes_gives_its_adapters_and_snapshots_up(server: RunningServer) -> None:
+def test_a_session_that_ends_gives_up_adapters_and_snapshots(server: RunningServer) -> None:
     before = len(server.host.adapters), len(server.host.generator.tables)
     with server.client() as service:
         training = service.create_lora_training_client("toy", rank=4).result()
@@ -299,7 +299,7 @@ def test_answers_are_sent_at_once(server: RunningServer) -> None:
     assert all(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in sockets)
 
 
-def test_a_web_page_that_points_its_name_at_this_host_gets_nothing(server: RunningServer) -> None:
+def test_a_web_page_with_its_name_at_this_host_gets_nothing(server: RunningServer) -> None:
     body = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"}
     status, answer = post(server, "create_session", body, Host="evil.example:80")
     assert (status, "answers for 127.0.0.1" in answer["detail"]) == (421, True)

@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningServer]
         yield running
 
 
-def test_a_sampling_client_keeps_its_weights_while_training_goes_on(server: RunningServer) -> None:
+def test_a_sampling_client_keeps_its_weights_during_training(server: RunningServer) -> None:
     training = new_client(server)
     base = server.client().create_sampling_client(base_model="toy").result()
     train(training)
@@ -47,7 +47,7 @@ def test_a_sampling_client_keeps_its_weights_while_training_goes_on(server: Runn
     assert scores(live) == scores(new)
 
 
-def test_weights_that_had_to_make_room_are_an_error_and_never_others(tmp_path: Path) -> None:
+def test_weights_that_made_room_are_an_error_and_no_others(tmp_path: Path) -> None:
     with running_server(tmp_path, max_snapshots=2) as server:
         training = new_client(server)
         clients: list[Any] = []
@@ -122,7 +122,7 @@ def test_samples_keep_the_stop_token_and_have_log_probs(server: RunningServer) -
     assert len({sequence.sequence_id for sequence in output.sequences}) == 8
 
 
-def test_stop_tokens_of_the_request_end_a_sample_and_an_empty_list_none(server: RunningServer) -> None:
+def test_stop_tokens_of_the_request_end_a_sample(server: RunningServer) -> None:
     sampling: Any = server.client().create_sampling_client(base_model="toy").result()
 
     def sample(**params: Any) -> Any:
@@ -146,7 +146,7 @@ def test_prompt_log_probs_may_be_asked_of_the_last_tokens_only(server: RunningSe
     assert output.prompt_logprobs[2:] == pytest.approx([-np.log(VOCAB)] * 2)
 
 
-def test_the_most_probable_tokens_of_a_prompt_come_with_their_log_probs(server: RunningServer) -> None:
+def test_the_likeliest_tokens_of_a_prompt_have_log_probs(server: RunningServer) -> None:
     training = new_client(server)
     train(training)
     sampling: Any = training.save_weights_and_get_sampling_client().result()
@@ -254,7 +254,7 @@ def test_what_is_not_supported_is_refused_by_name(server: RunningServer, option:
         sampling.sample(PROMPT, 1, params, include_prompt_logprobs=True, **option).result()
 
 
-def test_a_prompt_that_does_not_fit_is_the_users_mistake_and_the_next_call_works(server: RunningServer) -> None:
+def test_a_prompt_that_does_not_fit_harms_no_later_call(server: RunningServer) -> None:
     sampling: Any = server.client().create_sampling_client(base_model="toy").result()
     with pytest.raises(tinker.RequestFailedError, match="the context holds 64") as error:
         sampling.sample(types.ModelInput.from_ints([2] * 70), 1, types.SamplingParams()).result()

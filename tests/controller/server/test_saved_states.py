@@ -41,7 +41,7 @@ def test_a_restarted_server_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> 
         assert (run.base_model, run.lora_rank, run.last_checkpoint.tinker_path) == ("toy", 4, path)
 
 
-def test_a_state_loaded_into_a_client_replaces_its_weights_but_not_older_snapshots(server: RunningServer) -> None:
+def test_a_loaded_state_replaces_weights_but_no_snapshot(server: RunningServer) -> None:
     training: Any = new_client(server)
     train(training)
     path, saved = training.save_state("one").result().path, scores(training)

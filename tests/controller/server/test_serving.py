@@ -145,7 +145,7 @@ def test_chosen_ids_have_the_log_probs_of_the_trainer(url: str) -> None:
     np.testing.assert_allclose(found, np.where(np.array(ids) < 0, 0, of_trainer), atol=1e-4)
 
 
-def test_an_old_client_drifts_exactly_0_through_4_steps_and_states_resume(url: str) -> None:
+def test_an_old_client_does_not_drift_in_4_steps_and_resumes(url: str) -> None:
     service = tinker.ServiceClient(base_url=url, api_key="tml-local")
     training = service.create_lora_training_client("tiny", rank=4, seed=1).result()
 
@@ -304,7 +304,7 @@ def test_a_trained_tool_call_is_found_whole_and_in_a_stream(url: str) -> None:
     assert not plain.tool_calls
 
 
-def test_an_adapter_goes_on_in_a_script_of_ours_and_back_and_can_be_exported(
+def test_an_adapter_moves_to_a_script_and_back_and_is_exported(
     served: Served, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "adopt_orphans", lambda: None)

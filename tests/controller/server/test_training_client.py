@@ -85,7 +85,7 @@ def test_weights_of_gspo_say_which_tokens_its_ratio_is_over(server: RunningServe
     assert loss == pytest.approx(of_mask, abs=1e-7)
 
 
-def test_cross_entropy_honours_negative_tiny_and_zero_weights_and_scores_every_token(server: RunningServer) -> None:
+def test_cross_entropy_honours_negative_tiny_and_zero_weights(server: RunningServer) -> None:
     client = new_client(server)
     output = client.forward_backward(
         [datum(TOKENS, TARGETS, weights=[-1.0, 1e-6, 0.0, 0.25])], "cross_entropy"
@@ -95,7 +95,7 @@ def test_cross_entropy_honours_negative_tiny_and_zero_weights_and_scores_every_t
     assert output.metrics["loss:sum"] == pytest.approx(-(-1.0 + 1e-6 + 0.25) * p[0], rel=1e-6)
 
 
-def test_a_datum_is_scored_at_the_temperature_that_the_client_names(server: RunningServer) -> None:
+def test_a_datum_is_scored_at_the_clients_temperature(server: RunningServer) -> None:
     client = new_client(server)
     train(client, 3)
 
@@ -156,7 +156,7 @@ def test_a_dimuon_client_takes_steps_of_muon(server: RunningServer) -> None:
     assert server.host.steps == [expected, replace(expected, grad_clip_norm=0.0)]
 
 
-def test_a_number_that_json_does_not_have_is_an_error_and_nothing_waits_for_its_call(server: RunningServer) -> None:
+def test_a_number_that_json_lacks_is_an_error_of_its_call(server: RunningServer) -> None:
     client = new_client(server)
     client.forward_backward([datum(TOKENS, TARGETS)], "cross_entropy")
     with pytest.raises(tinker.RequestFailedError, match=r"learning_rate: Input should be a valid number"):
@@ -164,7 +164,7 @@ def test_a_number_that_json_does_not_have_is_an_error_and_nothing_waits_for_its_
     assert client.optim_step(types.AdamParams(learning_rate=0.1)).result().metrics
 
 
-def test_calls_that_are_not_waited_for_run_in_the_order_of_the_script(server: RunningServer) -> None:
+def test_calls_without_await_run_in_the_order_of_the_script(server: RunningServer) -> None:
     client = new_client(server)
     server.host.calls.clear()
     futures: list[Any] = []
@@ -177,7 +177,7 @@ def test_calls_that_are_not_waited_for_run_in_the_order_of_the_script(server: Ru
 
 
 @pytest.mark.seconds
-def test_a_batch_that_the_sdk_cuts_into_requests_has_the_gradient_of_one(server: RunningServer) -> None:
+def test_a_batch_cut_into_requests_has_the_gradient_of_one(server: RunningServer) -> None:
     whole, parts = new_client(server), new_client(server)
     random = np.random.default_rng(0)
     batch = [datum(random.integers(0, VOCAB, 3).tolist(), random.integers(0, VOCAB, 3).tolist()) for _ in range(2500)]
@@ -193,7 +193,7 @@ def test_a_batch_that_the_sdk_cuts_into_requests_has_the_gradient_of_one(server:
     np.testing.assert_allclose(scores(whole), scores(parts), rtol=1e-6)
 
 
-def test_a_loss_in_the_client_has_the_gradient_of_the_same_loss_in_the_server(server: RunningServer) -> None:
+def test_a_loss_has_one_gradient_in_client_and_server(server: RunningServer) -> None:
     custom, known = new_client(server), new_client(server)
     q, a = torch.tensor(Q), torch.tensor(ADVANTAGES)
 

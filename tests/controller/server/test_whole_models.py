@@ -23,7 +23,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningServer]
         yield running
 
 
-def test_a_sampling_client_has_its_version_until_the_next_one_is_made(server: RunningServer) -> None:
+def test_a_sampling_client_keeps_its_version_until_the_next(server: RunningServer) -> None:
     with server.client() as service:
         training = service.create_lora_training_client("toy", rank=0).result()
         adapter, base = new_client(server), service.create_sampling_client(base_model="toy").result()
@@ -57,7 +57,7 @@ def test_places_are_limited_and_a_new_client_begins_at_the_base(server: RunningS
     assert not server.host.adapters.keys() & {f"full-{number}" for number in range(10)}
 
 
-def test_states_of_all_weights_are_saved_sampled_from_and_resumed(server: RunningServer) -> None:
+def test_states_of_all_weights_are_saved_and_resumed(server: RunningServer) -> None:
     with server.client() as service:
         training = service.create_lora_training_client("toy", rank=0).result()
         train(training)

@@ -114,7 +114,7 @@ def test_a_child_that_nobody_needs_ends() -> None:
     assert not runs(pid)
 
 
-def test_a_child_ends_in_the_middle_of_a_call_when_its_parent_is_killed() -> None:
+def test_a_child_in_a_call_ends_when_its_parent_is_killed() -> None:
     command = [sys.executable, "-c", STARTING, SLEEPING, str(ROOT)]
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

@@ -75,7 +75,7 @@ def test_logits_may_be_of_a_wider_dtype_than_adapters(slots: list[int]) -> None:
     assert (logits - expected).norm() < 0.02 * expected.norm()
 
 
-def test_vllms_own_kernel_is_still_wrong_for_tokens_without_an_adapter() -> None:
+def test_vllms_kernel_is_still_wrong_without_an_adapter() -> None:
     assert _is_right(PunicaWrapperCPU, [0, 1, 2], 1)
     right = _is_right(PunicaWrapperCPU, [0, -1, 1, 2, 0, -1], 1)
     assert not right, "if vLLM's own kernel is also fast now, remove generator/cpu/grouped_lora.py and its patch"

@@ -55,7 +55,7 @@ def test_every_packed_matrix_multiplies_as_the_plain_one(
         torch.testing.assert_close(actual, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
 
 
-def test_what_is_handed_over_has_rows_an_odd_number_of_lines_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_handed_over_are_an_odd_number_of_lines_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[torch.Tensor] = []
     pack = weight_packing._PackFromCache(given.append)  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(weight_packing, "_CACHED_BYTES", 100_000)

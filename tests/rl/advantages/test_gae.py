@@ -53,7 +53,7 @@ def test_lambda_1_is_monte_carlo_and_lambda_0_one_step(steps: list[tuple[float, 
     assert one_step.tolist() == pytest.approx((rewards + np.append(values[1:], 0)[: len(values)]).tolist(), abs=1e-9)
 
 
-def test_the_completions_reward_comes_last_and_every_token_pays_its_kl() -> None:
+def test_the_reward_comes_last_and_every_token_pays_its_kl() -> None:
     assert token_rewards(2.0, np.array([0.5, -1.0, 0.25]), kl_coef=0.1).tolist() == [-0.05, 0.1, 1.975]
     assert token_rewards(2.0, np.zeros(0), kl_coef=0.1).tolist() == []
 
@@ -68,7 +68,7 @@ def test_reinforce_plus_plus_by_hand() -> None:
     assert got[2].tolist() == []
 
 
-def test_reinforce_plus_plus_with_a_baseline_centres_each_group_and_scales_all() -> None:
+def test_reinforce_plus_plus_centres_groups_and_scales_all() -> None:
     groups = [np.array([1.0, 0.0]), np.array([10.0, 4.0])]
     centred = np.concatenate([group_mean(group) for group in groups])
     got = reinforce_plus_plus(centred, [np.zeros(3)] * 4)

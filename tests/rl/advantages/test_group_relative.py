@@ -54,9 +54,7 @@ def test_advantages_go_with_their_rollouts_and_add_up_to_nothing(
 
 @given(REWARDS, st.floats(1e-3, 1e3), st.floats(-100, 100))
 @settings(deadline=None)
-def test_standardised_advantages_do_not_depend_on_scale_or_offset(
-    rewards: list[float], scale: float, offset: float
-) -> None:
+def test_standardised_advantages_ignore_scale_and_offset(rewards: list[float], scale: float, offset: float) -> None:
     moved = np.array(rewards) * scale + offset
     if np.ptp(rewards) * scale > 1e-3 * max(abs(offset), 1) and np.ptp(rewards) > 1e-3 * np.abs(rewards).max():
         assert group_mean_std(moved) == pytest.approx(group_mean_std(np.array(rewards)), rel=1e-6, abs=1e-6)

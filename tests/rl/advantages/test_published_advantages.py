@@ -26,7 +26,7 @@ def test_recipes_find_them_by_name() -> None:
     assert ADVANTAGES.items() <= all_advantages().items()
 
 
-def test_pass_at_k_is_what_the_group_would_lose_without_a_rollout() -> None:
+def test_pass_at_k_is_a_groups_loss_without_a_rollout() -> None:
     rewards = np.array([0.2, 0.9, 0.5, 0.9, 0.1])
     for group in (rewards, rewards[:3], GROUP, rewards[:1]):
         others = [max(np.delete(group, i), default=group[i]) for i in range(len(group))]

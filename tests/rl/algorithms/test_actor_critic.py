@@ -62,7 +62,7 @@ def test_advantages_are_the_papers_sums(estimator: KLEstimator, gamma: float, ga
 
 
 @pytest.mark.parametrize("cap", [0.0, 2.0])
-def test_scores_come_from_whom_they_should_and_old_ones_only_if_they_are_needed(cap: float) -> None:
+def test_scores_come_from_whom_they_should(cap: float) -> None:
     calls: list[str] = []
     policy, critic, reference = (_Scorer(name, calls) for name in ("policy", "critic", "reference"))
     batch, values, frozen = asyncio.run(scored(_batch(), policy, critic, reference, {"importance_cap": cap}))
@@ -89,7 +89,7 @@ class _Scorer(EngineTrainer):
         return ForwardBackwardOutput(logprobs=tuple(-s for s in scores), values=scores, entropy=None, metrics={})
 
 
-def test_every_epoch_takes_every_datum_once_in_an_order_of_its_own() -> None:
+def test_every_epoch_takes_every_datum_once_in_its_own_order() -> None:
     prompts, answers = range(1, 11), range(50, 53)
     batch = [text_to_datum([5, prompt], [answer], "completion") for prompt in prompts for answer in answers]
     params = PPOParams(num_epochs=3, minibatches_per_epoch=4)

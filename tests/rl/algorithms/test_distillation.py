@@ -28,7 +28,7 @@ def _datum(q: Sequence[float]) -> Datum:
 @pytest.mark.parametrize(
     ("discount", "expected"), [(0.0, [0.5, -1, 2]), (1.0, [1.5, 1, 2]), (0.5, [0.5 - 0.5 + 0.5, -1 + 1, 2])]
 )
-def test_a_token_is_credited_with_later_divergence_by_the_discount(discount: float, expected: list[float]) -> None:
+def test_a_token_has_later_divergence_by_the_discount(discount: float, expected: list[float]) -> None:
     teacher = [np.array([0, -0.5, -3, -1], dtype=np.float32)]  # f - q = 0.5, -1, 2
     (datum,) = reverse_kl_advantages([_datum([-1, -2, -3])], teacher, discount=discount)
     np.testing.assert_allclose(

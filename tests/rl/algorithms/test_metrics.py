@@ -36,7 +36,7 @@ def test_the_mismatch_counts_scored_tokens_only() -> None:
 
 
 @pytest.mark.stranger("B2")
-def test_a_position_that_is_only_reported_changes_no_metric_and_no_advantage() -> None:
+def test_a_reported_position_changes_no_metric_and_no_advantage() -> None:
     rng = np.random.default_rng(0)
     found: list[object] = []
     scores = [-rng.exponential(size=8).astype(np.float32) for _ in range(2)]
@@ -51,8 +51,8 @@ def test_a_position_that_is_only_reported_changes_no_metric_and_no_advantage() -
         inputs = [d.loss_inputs[name] for d in ready for name in ("advantages", "returns")]
         inputs += [d.loss_inputs["advantages"] for d in distilled]
         mismatch, kl = logprob_mismatch(batch, output), kl_from_generator(batch, scores)
-        weighed = [d.weights[5:].tolist() for d in weight_pairs(batch, np.array([4.0]))]
-        num_tokens = [d.num_loss_tokens for d in (*batch, *weight_pairs(batch, np.array([4.0])))]
+        weighed = [d.weights[5:].tolist() for d in weight_pairs(batch, np.array([4.0, -4.0]))]
+        num_tokens = [d.num_loss_tokens for d in (*batch, *weight_pairs(batch, np.array([4.0, -4.0])))]
         found.append([np.concatenate(inputs).tolist(), metrics, mismatch, kl, weighed, num_tokens])
     assert found[0] == found[1]
 

@@ -88,7 +88,7 @@ def test_every_scored_position_sees_exactly_its_own_datum(
 
 @given(SIZES, st.integers(0, 2**16), st.booleans(), st.sampled_from([0, 12]), WORDS)
 @settings(max_examples=60, deadline=None)
-def test_what_is_only_reported_is_shared_and_comes_back_for_every_datum(
+def test_reported_positions_are_shared_and_come_back(
     sizes: list[tuple[int, list[int]]], seed: int, other_target: bool, opening: int, num_words: int
 ) -> None:
     plain = _batch(sizes, seed, opening, num_words)

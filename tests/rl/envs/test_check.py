@@ -31,7 +31,7 @@ from tests.waiting import LIMIT_S
 # Modules of rl/envs without environment.
 MODULES = {"calculator", "check", "math_answers", "math_process", "procedural"}
 # These need an optional package, a server or other environments, and have tests of their own.
-ELSEWHERE = {"mixture", "math_problems", "judged", "tools", "mcp_server"}
+ELSEWHERE = {"mixture", "math_problems", "judged", "reward_model", "tools", "mcp_server"}
 
 
 def _jsonl(folder: Path) -> JsonlReward:
@@ -68,11 +68,11 @@ def test_a_time_limit_that_is_none_is_found(limit: Any) -> None:
         require_env(Env())
 
 
-def test_code_that_may_run_for_long_has_calls_that_may_last_longer() -> None:
+def test_code_with_a_longer_limit_has_longer_calls() -> None:
     assert time_limit_of(PythonArithmetic(time_limit_s=90)) > 90
 
 
-def test_episodes_are_checked_with_the_environments_own_time_limit() -> None:
+def test_episodes_are_checked_with_their_own_time_limit() -> None:
     class Slow(EvenWords):
         call_time_limit_s = 0.05
 

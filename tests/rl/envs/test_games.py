@@ -69,7 +69,7 @@ def _answer() -> int:
 
 
 @pytest.mark.stranger("C2")
-def test_reasoning_and_lines_that_are_cut_off_are_neither_run_nor_paid() -> None:
+def test_reasoning_and_cut_lines_are_neither_run_nor_paid() -> None:
     async def main() -> None:
         question = PythonArithmetic().train_problems(0, 0, 1)[0]
         for said, is_cut_off in (("<think>Answer: {}</think> maybe", False), ("Answer: {}", True), ("Python: 1", True)):

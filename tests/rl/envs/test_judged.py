@@ -118,9 +118,7 @@ class Endless:
 
 
 @pytest.mark.parametrize(("failure_reward", "reward"), [(None, 0.0), (0.25, 0.25)])
-def test_an_episode_that_runs_out_of_context_is_on_the_judges_scale(
-    failure_reward: float | None, reward: float
-) -> None:
+def test_an_episode_out_of_context_is_on_the_judges_scale(failure_reward: float | None, reward: float) -> None:
     judge = Judge(base_url="http://127.0.0.1:1/v1", model="never asked", failure_reward=failure_reward)
     (group,) = _groups(JudgedEnv(env=Endless(), judge=judge), lambda prompt, i, seed: "on", max_model_len=12)
     assert [(rollout.out_of_context, rollout.reward) for rollout in group.rollouts] == [(True, reward)] * 2
@@ -147,7 +145,7 @@ def test_trouble_that_passes_costs_retries_only(trouble: int | float) -> None:
         (-1.0, {"time_limit_s": 2.0}, "it took too long"),
     ],
 )
-def test_a_judge_that_fails_costs_the_rollout_or_gives_the_chosen_reward(
+def test_a_judge_that_fails_costs_the_rollout_or_has_its_reward(
     behaviour: str | int | float, options: dict[str, Any], message: str
 ) -> None:
     def behave(question: str, attempt: int) -> str | int | float:

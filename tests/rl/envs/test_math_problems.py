@@ -209,7 +209,7 @@ def test_a_process_that_is_killed_while_it_is_idle_is_replaced() -> None:
     assert comparer.compare("72", "72", boxed=False, time_limit_s=5).right
 
 
-def test_a_machine_without_time_does_not_make_a_right_answer_wrong() -> None:
+def test_a_busy_machine_does_not_make_a_right_answer_wrong() -> None:
     comparer, comparing = _suspended(waiting_factor=1000)
     going_on = threading.Timer(0.5, comparing.resume)
     going_on.start()
@@ -240,7 +240,7 @@ comparer.compare("72", "\\\\boxed{9^{9^{9^9}}}", boxed=True, time_limit_s=1)
 """
 
 
-def test_a_comparison_outlives_a_killed_controller_by_its_time_limit_only() -> None:
+def test_a_comparison_outlives_its_controller_by_its_limit_only() -> None:
     controller = subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True)
     assert wait_for_line(controller.stdout, "the comparison") == "begins"
     (comparing,) = psutil.Process(controller.pid).children()
@@ -288,7 +288,7 @@ def test_every_kind_of_file_gives_the_same_problems(tmp_path: Path, suffix: str)
     assert problems[0].reply("-1").reward == 0
 
 
-def test_a_folder_has_splits_and_held_out_questions_are_not_trained_on(tmp_path: Path) -> None:
+def test_a_folder_has_splits_and_held_out_questions(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     _jsonl(folder / "train.jsonl", _sums(0, 30))
     _jsonl(folder / "test.jsonl", _sums(20, 20))

@@ -117,7 +117,7 @@ def test_loss_is_a_sum_over_datums(lengths: list[int], seed: int) -> None:
         assert whole.item() == pytest.approx(parts, rel=1e-9, abs=1e-9)
 
 
-def test_dual_clip_bounds_the_loss_of_a_token_with_negative_advantage() -> None:
+def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
     p, inputs = random_case(size=200, spread=2.0)
     w, q, a = _arrays(inputs)
     logprobs = torch.tensor(p, requires_grad=True)
@@ -360,7 +360,7 @@ def test_a_position_that_is_only_reported_changes_nothing(name: str, config: dic
 
 
 @pytest.mark.stranger("B2")
-def test_gspo_takes_no_mean_over_positions_that_are_only_reported() -> None:
+def test_gspo_takes_no_mean_over_reported_positions() -> None:
     weights, q = [REPORTED_WEIGHT] * 6 + [1.0] * 4, [0.0] * 6 + [-1.1] * 4
     arrays = {"weights": weights, "logprobs": q, "advantages": [1.0] * 10}
     tensors = {name: torch.tensor(values) for name, values in arrays.items()}

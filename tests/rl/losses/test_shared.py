@@ -121,7 +121,7 @@ def test_the_multiplier_is_of_a_token_or_of_a_sequence(level: str, mode: str) ->
     assert metrics["capped_tokens"] == outside.sum()
 
 
-def test_sequences_far_from_the_generator_lose_their_negative_terms() -> None:
+def test_sequences_far_off_policy_lose_their_negative_terms() -> None:
     p, inputs = random_case(3, (4, 9, 2, 7))
     w, q, a = (inputs[name].numpy() for name in ("weights", "logprobs", "advantages"))
     kept = np.ones(len(p))
@@ -138,7 +138,7 @@ def test_sequences_far_from_the_generator_lose_their_negative_terms() -> None:
     assert metrics["off_policy_tokens"] == np.sum(kept == 0)
 
 
-def test_ppo_with_truncated_importance_correction_is_the_papers_formula() -> None:
+def test_ppo_with_truncated_correction_is_the_papers_formula() -> None:
     p, inputs = random_case(size=60)
     w, q, a, o = (inputs[name].numpy() for name in ("weights", "logprobs", "advantages", "old_logprobs"))
 
@@ -155,7 +155,7 @@ def test_ppo_with_truncated_importance_correction_is_the_papers_formula() -> Non
 
 
 @pytest.mark.parametrize("name", ["ppo", "cispo", "gspo"])
-def test_a_loss_that_clips_refuses_the_correction_without_old_log_probs(name: str) -> None:
+def test_clipping_needs_old_log_probs_for_the_correction(name: str) -> None:
     p, inputs = random_case(size=60)
     inputs, loss = without(inputs, "old_logprobs"), get_loss(name, {"importance_cap": 1.5})
     assert loss.required_inputs == ("logprobs", "advantages", "old_logprobs")
@@ -165,7 +165,7 @@ def test_a_loss_that_clips_refuses_the_correction_without_old_log_probs(name: st
     get_loss(name, {"importance_cap": 0.0})(torch.from_numpy(p), None, inputs)
 
 
-def test_without_old_log_probs_the_correction_is_the_truncated_policy_gradient() -> None:
+def test_without_old_log_probs_it_is_the_truncated_gradient() -> None:
     p, inputs = random_case(size=60)
     w, q, a = (inputs[key].numpy() for key in ("weights", "logprobs", "advantages"))
     logprobs = torch.tensor(p, requires_grad=True)
@@ -214,7 +214,7 @@ def test_metrics_tell_how_far_the_policy_moved() -> None:
     assert apart["ratio_max"].item() == pytest.approx(np.exp(p - q).max())
 
 
-def test_a_rank_without_scored_positions_has_metrics_that_change_nothing() -> None:
+def test_a_rank_without_scored_positions_changes_no_metric() -> None:
     inputs = one_datum(random_case()[1], datum=99)[1]
     loss, metrics = get_loss("ppo", {"kl_coef": 1.0, "importance_cap": 2.0})(torch.zeros(0), None, inputs)
     assert loss == 0

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rl.algorithms.preferences import preferences_to_data
+from rl.algorithms.preferences import PairLoss
 from rl.data.sources import Preference
 from rl.rollouts.rendering import ChatTemplateError, Renderer
 from tests.rl.rollouts.chat_models import CHATML, CLOSINGS, ENDS, TEMPLATES, chat_model
@@ -176,7 +176,7 @@ def test_a_completion_ends_where_the_generator_stops(tmp_path: Path) -> None:
 @pytest.mark.stranger("C10")
 def test_both_answers_of_a_pair_end_once(models: dict[str, Path]) -> None:
     pair = Preference(id="", prompt=ASKED, chosen="42<|im_end|>", rejected="41")
-    batch = preferences_to_data(Renderer(models["chatml"]), [pair], max_tokens=200)
+    batch = PairLoss(name="dpo", beta=0.1).data(Renderer(models["chatml"]), [pair], max_tokens=200)
     decode = AutoTokenizer.from_pretrained(models["chatml"]).decode
     learned = [decode(datum.loss_inputs["target_tokens"][datum.weights != 0]) for datum in batch]
     assert learned == ["42<|im_end|>", "41<|im_end|>"]

@@ -115,7 +115,7 @@ def test_log_probs_are_those_of_float32_to_the_last_bit() -> None:
     assert found.tobytes() == (-values).tobytes()
 
 
-def test_groups_of_one_problem_stay_apart_and_a_failed_one_is_not_there() -> None:
+def test_groups_of_one_problem_stay_apart() -> None:
     failed = Group(problem_id="p", prompt="", rollouts=(), failures=("it hung",))
     groups = [_two_turns(), failed, _two_turns()]
     assert table_to_groups(groups_to_table(groups)) == [groups[0], groups[2]]

@@ -90,7 +90,7 @@ def test_rewards_are_the_problems_own() -> None:
         (np.array([1.0, 2.0]), "array"),
     ],
 )
-def test_a_reward_that_is_not_a_number_costs_the_rollout_and_is_named(reward: Any, shown: str) -> None:
+def test_a_reward_that_is_no_number_costs_the_rollout(reward: Any, shown: str) -> None:
     group = _roll_out(TextProblem(id="broken", prompt="q", score=lambda answer: reward), "a", 2)
     assert group.rollouts == ()
     assert len(group.failures) == 2
@@ -118,7 +118,7 @@ def test_any_sampled_text_is_scored_and_recorded(tmp_path: Path) -> None:
     assert [row["turns"][0]["text"] for row in recorded_rows(folder.path)] == readable
 
 
-def test_a_prompt_that_the_context_has_no_room_for_costs_its_group() -> None:
+def test_a_prompt_without_room_in_the_context_costs_its_group() -> None:
     renderer = cast(Renderer, WordRenderer(max_model_len=6))
     generator = ScriptedGenerator(lambda prompt, i, seed: "yes")
     problems = [_problem("two words"), _problem("three of them")]
@@ -127,7 +127,7 @@ def test_a_prompt_that_the_context_has_no_room_for_costs_its_group() -> None:
     assert "prompt of 3 tokens leaves no room for max_tokens 4 in a context of 6" in second.failures[1]
 
 
-def test_a_datum_scores_each_completion_token_where_it_is_predicted() -> None:
+def test_a_datum_scores_a_token_where_it_is_predicted() -> None:
     rollout = single_turn((7, 8, 9), completion("ab"), reward=1.0)
     datum = rollout_to_datum(rollout, advantage=-0.5)
     assert datum.tokens.tolist() == [7, 8, 9, ord("a")]

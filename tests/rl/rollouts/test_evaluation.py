@@ -62,7 +62,7 @@ def test_bootstrap_refuses_no_values_and_nan() -> None:
 
 @given(st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=20))
 @settings(deadline=None, max_examples=20)
-def test_an_interval_contains_its_mean_and_lies_within_the_values(values: list[float]) -> None:
+def test_an_interval_has_its_mean_and_lies_within_the_values(values: list[float]) -> None:
     interval = bootstrap(np.array(values))
     room = 1e-9 * max(map(abs, values))
     assert min(values) - room <= interval.low <= interval.mean + room
@@ -129,7 +129,7 @@ def _answered(*right: list[bool], failures: int = 0) -> Evaluation:
 
 @pytest.mark.parametrize("num_right", range(6))
 @pytest.mark.parametrize("k", range(1, 6))
-def test_pass_at_k_is_the_fraction_of_subsets_with_a_right_answer(num_right: int, k: int) -> None:
+def test_pass_at_k_is_the_fraction_of_solving_subsets(num_right: int, k: int) -> None:
     answers = [True] * num_right + [False] * (5 - num_right)
     subsets = list(itertools.combinations(answers, k))
     expected = sum(map(any, subsets)) / len(subsets)

@@ -294,7 +294,7 @@ def test_the_loop_stays_free_while_an_environment_blocks() -> None:
     assert asyncio.run(released_by_the_loop())
 
 
-def test_a_timeout_error_of_the_environment_is_not_the_time_limit() -> None:
+def test_a_timeout_error_of_an_environment_is_not_the_limit() -> None:
     def fails() -> None:
         raise TimeoutError("the judge is slow")
 

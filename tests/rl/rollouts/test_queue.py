@@ -80,7 +80,7 @@ def test_no_token_is_older_than_the_bound_and_none_is_lost(max_staleness: int, s
     assert max(staleness) == max_staleness  # the bound is kept, and reached
 
 
-def test_without_staleness_every_step_has_its_own_groups_in_order() -> None:
+def test_without_staleness_every_step_has_its_own_groups() -> None:
     steps, sampler = range(1, 6), Sampler()
 
     async def run() -> list[list[int]]:
@@ -199,7 +199,7 @@ def test_a_queue_with_other_numbers_begins_anew_at_the_step(per_step: int, max_s
     assert sorted(number for numbers in taken for number in numbers) == list(range(per_step, 6 * per_step))
 
 
-def test_the_state_holds_the_groups_themselves_and_is_not_changed_later() -> None:
+def test_the_state_holds_the_groups_themselves() -> None:
     """A loop asks for it after every step, and what it was then is saved when a signal ends a later step."""
     sampler, given = Sampler(), list[Group]()
 

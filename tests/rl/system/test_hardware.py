@@ -33,7 +33,7 @@ from tests.waiting import wait_for_end
         ("", "float32"),
     ],
 )
-def test_bfloat16_only_where_the_processor_has_fast_instructions_for_it(
+def test_bfloat16_only_where_the_processor_is_fast_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str, dtype: str
 ) -> None:
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
@@ -87,7 +87,7 @@ def test_a_build_for_cpus_is_not_asked_for_gpus(monkeypatch: pytest.MonkeyPatch)
     assert hardware.sees_gpu(), "torch is loaded, so it can be asked"
 
 
-def test_libgomp_understands_how_many_threads_there_are_and_how_they_wait() -> None:
+def test_libgomp_understands_its_settings() -> None:
     """With OMP_DISPLAY_ENV it prints what it has parsed: one line for each variable, NAME = 'VALUE'."""
     expected = cpu_thread_env(3)
     code = "import torch; torch.ones(200_000).add_(1)"

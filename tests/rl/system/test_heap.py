@@ -15,7 +15,7 @@ from tests.waiting import LIMIT_S
 pytestmark = pytest.mark.seconds
 
 
-def test_memory_is_handed_back_once_it_has_grown_and_measured_anew() -> None:
+def test_memory_that_has_grown_is_handed_back() -> None:
     settling, again = [500, 1000, 900, 950], [1500, 2000, 1800, 1900]
     sizes = [*settling, 1020, 1021, *again, 2040, 2041]
     left, handed_back = iter(sizes), list[int]()

@@ -108,7 +108,7 @@ def test_an_index_names_files_of_its_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.stranger("A3")
-def test_a_weight_in_two_files_and_weights_of_another_name_are_refused(tmp_path: Path) -> None:
+def test_a_weight_in_two_files_or_of_another_name_is_refused(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model", tied=False)
     edit_config(model, transformers_weights=SINGLE)
     with pytest.raises(ValueError, match=r"transformers_weights is 'model\.safetensors' in config\.json; leave it out"):

@@ -19,7 +19,7 @@ def _events(file: Path) -> list[dict[str, Any]]:
     return json.loads(file.read_text())
 
 
-def test_phases_and_calls_of_a_loop_are_recorded_where_they_overlap(tmp_path: Path) -> None:
+def test_phases_and_calls_of_a_loop_are_recorded(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
 
     async def call(process: str, until: asyncio.Barrier) -> None:
@@ -80,7 +80,7 @@ def test_the_file_is_whole_after_every_write_and_survives_a_kill(tmp_path: Path)
     assert [name for _, name, *_ in read_timeline(file)] == [*names[:-1], "last"]
 
 
-def test_a_span_that_fails_is_recorded_and_its_lane_is_free_again(tmp_path: Path) -> None:
+def test_a_span_that_fails_is_recorded_and_frees_its_lane(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline.json")
     for _ in range(2):
         with pytest.raises(RuntimeError), timeline.record("trainer", "forward"):

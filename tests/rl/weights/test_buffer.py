@@ -186,7 +186,7 @@ time.sleep(3600)
 
 
 @pytest.mark.seconds
-def test_a_killed_writer_leaves_a_buffer_that_is_refused_and_then_freed() -> None:
+def test_a_killed_writers_buffer_is_refused_and_then_freed() -> None:
     writer = _child(WRITE_HALF)
     try:
         pid, fd, inode = map(int, _line(writer).split())

@@ -24,7 +24,7 @@ def _buffer() -> tuple[torch.Tensor, list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_wrong_byte_of_a_small_tensor_changes_its_checksum_alone(full: bool) -> None:
+def test_a_wrong_byte_changes_one_tensors_checksum_alone(full: bool) -> None:
     data, extents = _buffer()
     checksums = BufferChecksums(extents, full=full)
     expected = checksums(data)
@@ -36,7 +36,7 @@ def test_a_wrong_byte_of_a_small_tensor_changes_its_checksum_alone(full: bool) -
         assert [a != b for a, b in zip(found, expected, strict=True)] == [False, True, False, False]
 
 
-def test_full_checksums_see_every_byte_and_sampled_ones_every_part() -> None:
+def test_full_checksums_see_every_byte_sampled_ones_every_part() -> None:
     data, extents = _buffer()
     (offset, size), sampled, full = (
         extents[3],

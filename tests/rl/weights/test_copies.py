@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return calls
 
 
-def test_gpu_logic_weights_are_cast_before_they_travel_and_many_travel_in_one_call(calls: Calls) -> None:
+def test_gpu_logic_weights_are_cast_and_travel_together(calls: Calls) -> None:
     sources = [torch.randn(n, 8) for n in (3, 5, 100, 1, 2)]
     destinations = [torch.zeros(source.shape, dtype=torch.bfloat16) for source in sources]
     copies.copy(zip(destinations, sources, strict=True), batch_bytes=200)

@@ -114,7 +114,7 @@ def _publish_and_read(rank: int) -> None:
 
 
 @pytest.mark.ranks
-def test_gpu_logic_ranks_write_their_shards_into_each_others_memory_and_read_all_of_it() -> None:
+def test_gpu_logic_ranks_write_shards_into_each_others_memory() -> None:
     spawn(2, _publish_and_read)
 
 
@@ -154,7 +154,7 @@ def _read_from_a_process_that_dies(context: Any, *, sharing: bool) -> None:
 
 @pytest.mark.seconds
 @pytest.mark.usefixtures("on_host")
-def test_gpu_logic_another_process_reads_two_versions_until_the_publisher_dies() -> None:
+def test_gpu_logic_a_process_reads_until_the_publisher_dies() -> None:
     _read_from_a_process_that_dies(preloaded_forkserver(), sharing=True)
 
 
@@ -227,9 +227,7 @@ def test_gpu_logic_gpus_that_do_not_reach_each_other_are_named(
     assert "MIG" in unreachable_gpus()
 
 
-def test_gpu_logic_memory_that_no_other_process_can_open_is_found(
-    stand_in: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_logic_memory_that_none_can_open_is_found(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD", str(stand_in))
     assert why_not_opened(PATTERN + bytes(56), 3) == ""
     assert why_not_opened(bytes(64), 3).endswith("memory of the GPU: CUDA refused: cudaErrorInvalidResourceHandle")

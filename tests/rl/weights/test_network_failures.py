@@ -47,6 +47,7 @@ def _before_sending(patch: pytest.MonkeyPatch, act: Callable[[], None], nth_mess
     patch.setattr(Link, "send", send)
 
 
+@pytest.mark.slow
 def test_hosts_that_die_cost_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     store = FakeStore()
     with host_processes("h1", "h2", "h3") as hosts, host_processes("h2") as replacement:
@@ -83,7 +84,7 @@ def test_a_push_waits_for_the_successor_of_the_only_process(monkeypatch: pytest.
         assert_read("h1", push(publisher, 2), monkeypatch)
 
 
-def test_a_push_that_reaches_no_host_fails_and_the_next_one_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_to_no_host_fails_and_the_next_one_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
     store = FakeStore()
     with host_processes("h1", link_timeout_s=1.0) as (host,):
         register(store, host.entry)
@@ -104,7 +105,7 @@ def test_a_push_that_reaches_no_host_fails_and_the_next_one_recovers(monkeypatch
         assert_read("h1", first, monkeypatch)
 
 
-def test_a_host_that_the_controller_has_given_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_was_given_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl.weights.network.LOOK_S", 0.05)
     store, whole = FakeStore(), ReceivingProcess(0.5)
 

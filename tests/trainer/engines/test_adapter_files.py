@@ -96,7 +96,7 @@ def test_peft_loads_an_export_and_scores_as_the_adapter_does(trained: tuple[Path
     assert all(torch.equal(stored[name], parameter) for name, parameter in adapter.hf_parameters())
 
 
-def test_an_adapter_goes_on_from_its_checkpoint_on_another_engine(llama: Path, tmp_path: Path) -> None:
+def test_an_adapters_checkpoint_resumes_on_another_engine(llama: Path, tmp_path: Path) -> None:
     adapter = base(llama).adapter("a", CONFIG)
     step(adapter)
     adapter.save_checkpoint(tmp_path / "checkpoint", asynchronous=True)
@@ -111,7 +111,7 @@ def test_an_adapter_goes_on_from_its_checkpoint_on_another_engine(llama: Path, t
             torch.testing.assert_close(actual[name], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_checkpoints_of_something_else_are_refused_and_change_nothing(llama: Path, tmp_path: Path) -> None:
+def test_checkpoints_of_other_models_change_nothing(llama: Path, tmp_path: Path) -> None:
     tuned = tiny_llama(tmp_path / "tuned")
     weights = load_file(tuned / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"] += 1e-3

@@ -39,7 +39,7 @@ def _trained(frozen: Engine, name: str) -> Engine:
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("engine", ["torchtitan", "fsdp2"])
-def test_an_adapter_takes_sixteen_bytes_a_parameter_until_it_is_dropped(engine: str, tmp_path: Path) -> None:
+def test_an_adapter_takes_16_bytes_a_parameter_until_dropped(engine: str, tmp_path: Path) -> None:
     model, names = tiny_llama(tmp_path / "model"), ("a", "b", "c", "d")
     frozen = load_engine(TrainerConfig(model=model, engine=engine, compute_dtype="float32", lora=WIDE))
     num_parameters = sum(parameter.numel() for _, parameter in _trained(frozen, "first").hf_parameters())

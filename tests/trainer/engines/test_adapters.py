@@ -161,7 +161,7 @@ def test_entropies_and_their_gradient_are_those_of_peft(llama: Path, engine: str
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_new_adapter_changes_nothing_and_begins_alike_everywhere(llama: Path, engine: str) -> None:
+def test_a_new_adapter_changes_nothing_and_is_alike_everywhere(llama: Path, engine: str) -> None:
     frozen, whole = base(llama, engine), load_engine(TrainerConfig(model=llama, engine=engine, compute_dtype="float32"))
     adapter, again = frozen.adapter("a", LoRAConfig(rank=8)), frozen.adapter("b", LoRAConfig(rank=8))
     other = frozen.adapter("c", LoRAConfig(rank=8, seed=1))
@@ -280,7 +280,7 @@ def test_options_that_do_not_go_with_adapters_are_refused(llama: Path, options: 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_bfloat16_keeps_the_model_in_bfloat16_and_the_adapter_in_float32(llama: Path, engine: str) -> None:
+def test_a_bfloat16_model_has_its_adapter_in_float32(llama: Path, engine: str) -> None:
     frozen, exact = base(llama, engine, compute_dtype="bfloat16"), base(llama, engine)
     assert {parameter.dtype for _, parameter in frozen.hf_parameters()} == {torch.bfloat16}
     adapter, expected = (randomize(each.adapter("a", CONFIGS["all"])) for each in (frozen, exact))

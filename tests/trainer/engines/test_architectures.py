@@ -69,7 +69,7 @@ def test_an_unproven_architecture_is_tried_with_a_warning(unproven: Path) -> Non
         check_model(TrainerConfig(model=unproven))
 
 
-def test_weights_that_have_other_names_in_the_checkpoint_are_refused(unproven: Path) -> None:
+def test_weights_with_other_names_on_disk_are_refused(unproven: Path) -> None:
     file = unproven / "model.safetensors"
     weights = load_file(file)
     weights["model.final_norm.weight"] = weights.pop("model.norm.weight")

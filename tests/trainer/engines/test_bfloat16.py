@@ -43,9 +43,7 @@ def save_gradients(rank: int, one: TrainerConfig, names: tuple[str, ...], path: 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("names", [("fsdp2", "tp2_ep2"), pytest.param(("cp2", "pp2"), marks=pytest.mark.slow)])
-def test_gpu_logic_gradients_of_several_ranks_round_no_more_than_those_of_one(
-    tmp_path: Path, names: tuple[str, ...]
-) -> None:
+def test_gpu_logic_several_ranks_round_no_more_than_one(tmp_path: Path, names: tuple[str, ...]) -> None:
     """The bound is what one rank in bfloat16 differs by from float32: a sum over ranks in bfloat16 would exceed it."""
     # Every token goes to all experts, because rounding may choose another one, which changes whole gradients.
     model = tiny_qwen3_moe(tmp_path / "model", num_experts_per_tok=4, tie_word_embeddings=False)

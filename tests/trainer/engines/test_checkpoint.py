@@ -102,7 +102,7 @@ def test_save_in_the_background_is_of_the_moment_of_the_call(engine: Engine, mod
     assert equal(parameters(fresh), parameters(engine))
 
 
-def test_a_save_in_the_background_leaves_the_processor_to_the_steps(
+def test_a_save_in_the_background_leaves_the_cpu_to_the_steps(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     priorities, complete = list[int](), checkpoint.complete
@@ -180,7 +180,7 @@ def test_engines_resume_from_each_other(model: Path, tmp_path: Path) -> None:
             torch.testing.assert_close(parameter, parameters(engine)[name], atol=1e-4, rtol=1e-4)
 
 
-def test_killed_save_leaves_the_old_checkpoint_and_nothing_that_loads(
+def test_a_killed_save_leaves_the_old_checkpoint_alone(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.save_checkpoint(tmp_path / "last")
@@ -230,7 +230,7 @@ def test_full_disk_is_refused_before_writing(engine: Engine, tmp_path: Path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_missing_foreign_and_other_models_checkpoints_are_refused(engine: Engine, tmp_path: Path) -> None:
+def test_missing_and_foreign_checkpoints_are_refused(engine: Engine, tmp_path: Path) -> None:
     other = load_engine(TrainerConfig(model=tiny_qwen3(tmp_path / "qwen3")))
     other.save_checkpoint(tmp_path / "other")
     engine.export_hf(tmp_path / "export", torch.float32)

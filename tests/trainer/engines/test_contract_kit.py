@@ -89,7 +89,7 @@ def test_a_broken_engine_is_found_out(engine: type[Fsdp2Engine], check: str, mes
 
 
 @pytest.mark.seconds
-def test_the_kit_reports_every_check_and_layouts_that_are_refused(tmp_path: Path) -> None:
+def test_the_kit_reports_every_check_and_refused_layouts(tmp_path: Path) -> None:
     findings: list[Finding] = []
     assert check_engine("fsdp2", ["tensor_parallel=2"], tmp_path, findings.append)
     assert [finding.check for finding in findings] == [*MODEL_CHECKS, *STATE_CHECKS] * 2 + ["start"]

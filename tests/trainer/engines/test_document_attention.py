@@ -193,9 +193,7 @@ def test_gpu_logic_shared_prefixes_are_computed_as_by_definition(attention: Any,
     torch.testing.assert_close(out[0], attend_by_definition(q, k, v, documents), rtol=1e-4, atol=1e-5)
 
 
-def test_gpu_logic_only_rows_that_share_tokens_leave_the_flash_kernel(
-    attention: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_logic_only_rows_that_share_leave_the_flash_kernel(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchtitan.models.common import attention as upstream
 
     plain, shared = (Document(5), Document(3)), (Document(5), Document(1, (1, 1)))

@@ -83,7 +83,7 @@ def test_gpu_logic_rows_need_no_mask(
     engine._policy.check(CPU)  # pyright: ignore[reportPrivateUsage] - the assumptions hold for it too
 
 
-def test_gpu_logic_attention_that_the_kernel_does_not_have_stays_transformers_own(tmp_path: Path) -> None:
+def test_gpu_logic_attention_without_a_kernel_is_transformers(tmp_path: Path) -> None:
     config = Gemma2Config(**DENSE, head_dim=16, final_logit_softcapping=None, attn_logit_softcapping=5.0)
     model = save(Gemma2ForCausalLM, config, tmp_path / "model")
     engine = load_engine(TrainerConfig(model=model, engine="fsdp2", compute_dtype="float32"))

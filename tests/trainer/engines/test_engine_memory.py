@@ -71,7 +71,7 @@ def test_offloaded_state_leaves_the_accelerator_and_comes_back(build: Build) -> 
 
 
 @pytest.mark.seconds
-def test_a_step_reports_the_peak_memory_of_every_phase_since_the_last(build: Build) -> None:
+def test_a_step_reports_the_peak_memory_of_every_phase(build: Build) -> None:
     engine = build()
     call = engine.forward_backward(MICROBATCHES, get_loss("cross_entropy"))
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -89,7 +89,7 @@ def test_a_step_reports_the_peak_memory_of_every_phase_since_the_last(build: Bui
     assert len(engine.optim_step(PARAMS).metrics) == 2
 
 
-def test_a_process_that_computes_for_this_one_counts_while_it_runs() -> None:
+def test_a_process_that_computes_for_this_one_counts() -> None:
     command = [sys.executable, "-c", "held = b'x' * (100 << 20); print(flush=True); input()"]
     cpu = torch.device("cpu")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:

@@ -141,7 +141,7 @@ def test_models_that_only_some_engines_have_keep_the_contract(name: str, make: A
 
 
 @needs_megatron
-def test_scores_of_experts_that_are_not_normalized_equal_transformers(tmp_path: Path) -> None:
+def test_scores_of_unnormalized_experts_equal_transformers(tmp_path: Path) -> None:
     model = tiny_qwen3_moe(tmp_path / "model", norm_topk_prob=False)
     config = TrainerConfig(model=model, engine="megatron", compute_dtype="float32")
     check_gradients(Subject(lambda: load_engine(config), model, tmp_path))

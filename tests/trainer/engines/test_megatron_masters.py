@@ -39,7 +39,7 @@ def test_in_float32_slices_share_the_memory_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_several_rows_add_up_in_float32_and_leave_the_model(dtype: torch.dtype) -> None:
+def test_gradients_of_rows_add_up_in_float32(dtype: torch.dtype) -> None:
     source, slices = masters_of(dtype)
     for factor in (1.0, 256.5):  # bfloat16 cannot hold the sum
         (source * factor).sum().backward()
@@ -50,7 +50,7 @@ def test_gradients_of_several_rows_add_up_in_float32_and_leave_the_model(dtype: 
         assert (parameter.grad == expected).all()
 
 
-def test_compute_copies_are_freed_while_the_parameters_are_elsewhere_and_come_back() -> None:
+def test_compute_copies_leave_and_come_back_with_parameters() -> None:
     source, slices = masters_of(torch.bfloat16)
     before = dict(slices.parameters)
     slices.to(CPU, compute_device=ELSEWHERE)

@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("engine", ["torchtitan", "fsdp2", "fsdp1"])
-def test_gpu_logic_a_frozen_model_takes_two_bytes_a_parameter_and_scores_the_same(model: Path, engine: str) -> None:
+def test_gpu_logic_a_frozen_model_takes_two_bytes_a_parameter(model: Path, engine: str) -> None:
     config: dict[str, Any] = {"model": model, "engine": engine, "compute_dtype": "bfloat16"}
     trained, frozen = load_engine(TrainerConfig(**config)), load_engine(TrainerConfig(**config, frozen=True))
     sizes = [sum(p.nbytes for _, p in each.hf_parameters()) for each in (trained, frozen)]
@@ -48,7 +48,7 @@ def test_gpu_logic_a_frozen_model_refuses_to_be_trained_in_words(model: Path) ->
         engine.forward_backward([BATCH], get_loss("cross_entropy"))
 
 
-def test_gpu_logic_rows_of_ever_new_lengths_do_not_break_a_gpus_memory_to_pieces(
+def test_gpu_logic_rows_of_new_lengths_do_not_scatter_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -86,7 +86,7 @@ def stepped(piece_bytes: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[S
     return [*(p.detach() for p in parameters.values()), *(v for s in adam.state().values() for v in s.values())], sizes
 
 
-def test_gpu_logic_offloaded_moments_come_in_pieces_and_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_logic_offloaded_moments_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, whole = stepped(None, monkeypatch)
     actual, pieces = stepped(3000, monkeypatch)
     assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))

@@ -43,7 +43,7 @@ def stepped(dtype: torch.dtype, *, fetch_to: torch.device | None = None) -> tupl
     return [parameter.detach() for parameter in parameters.values()], optimizer
 
 
-def test_gpu_logic_fifty_steps_with_moments_in_bfloat16_are_within_a_hundredth_of_float32() -> None:
+def test_gpu_logic_bfloat16_moments_stay_near_float32() -> None:
     exact, _ = stepped(torch.float32)
     halved, optimizer = stepped(torch.bfloat16)
     for one, other in zip(halved, exact, strict=True):
@@ -74,7 +74,7 @@ def check_checkpoints(config: TrainerConfig, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["torchtitan", "megatron"])
-def test_gpu_logic_a_run_goes_on_from_its_checkpoint_and_from_one_of_float32(tmp_path: Path, name: str) -> None:
+def test_gpu_logic_a_run_resumes_from_float32_too(tmp_path: Path, name: str) -> None:
     if name == "megatron":
         pytest.importorskip("megatron.core")
     model = tiny_llama(tmp_path / "model")
@@ -109,7 +109,7 @@ def test_gpu_logic_a_gradient_that_is_not_finite_changes_nothing(tmp_path: Path)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in whole(engine).items())
 
 
-def test_gpu_logic_a_beta2_that_bfloat16_cannot_follow_is_refused() -> None:
+def test_gpu_logic_a_beta2_beyond_bfloat16_is_refused() -> None:
     parameters = {"a": nn.Parameter(torch.zeros(3))}
     params = AdamParams(learning_rate=1e-3, beta2=0.999)
     Optimizer(parameters).check(params, torch.device("cpu"))

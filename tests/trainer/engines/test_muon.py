@@ -44,7 +44,7 @@ def _expected(gradients: list[Array], params: MuonParams, start: Array) -> Array
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_matrices_take_the_step_of_the_formula_and_others_that_of_adamw(nesterov: bool) -> None:
+def test_matrices_take_the_formulas_step_others_adamws(nesterov: bool) -> None:
     random = torch.Generator().manual_seed(0)
     starts = {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
     gradients = {name: [torch.randn(shape, generator=random) for _ in range(4)] for name, shape in SHAPES.items()}
@@ -92,7 +92,7 @@ def test_moments_elsewhere_and_in_bfloat16_take_the_same_steps() -> None:
     assert 0 < float((found[0] - found[2]).norm() / found[0].norm()) < 0.02
 
 
-def test_hidden_matrices_are_told_from_embeddings_heads_and_vectors() -> None:
+def test_hidden_matrices_are_not_embeddings_heads_or_vectors() -> None:
     matrix, vector, stack = torch.zeros(4, 4), torch.zeros(4), torch.zeros(2, 4, 4)
     assert is_hidden_matrix("model.layers.0.self_attn.q_proj.weight", matrix)
     assert is_hidden_matrix("model.layers.0.mlp.experts.gate_proj", stack)

@@ -153,7 +153,11 @@ SLOW = {
     "megatron_pp2_biased",
     "megatron_pp2_moe",
     "megatron_pp2_ep2_moe",
-    *(set(ADAPTERS) - {"adapter_fsdp2_tied", "adapter_tp2_tied", "adapter_pp2_untied"}),
+    "fsdp1_replicated2_untied",
+    "replicated2_untied",
+    "transformers_fsdp2_moe",
+    "megatron_replicated2_untied",
+    *(set(ADAPTERS) - {"adapter_fsdp2_tied", "adapter_pp2_untied"}),
 }
 
 

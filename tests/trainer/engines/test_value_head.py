@@ -134,7 +134,7 @@ def test_prefixes_that_datums_share_change_no_gradient(critic: Path) -> None:
     assert max(relative_error(actual[name], expected[name]) for name in expected) <= 1e-5
 
 
-def test_export_loads_as_a_classifier_and_as_a_critic_and_checkpoints_restore(build: Build, tmp_path: Path) -> None:
+def test_an_export_loads_as_a_classifier_and_as_a_critic(build: Build, tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")
     engine = build(model)
     for _ in range(2):
@@ -163,7 +163,7 @@ def test_export_loads_as_a_classifier_and_as_a_critic_and_checkpoints_restore(bu
         build(model, "lm").load_checkpoint(tmp_path / "checkpoint")
 
 
-def test_losses_of_the_other_head_and_what_a_critic_lacks_are_refused(build: Build, critic: Path) -> None:
+def test_losses_of_the_other_head_are_refused(build: Build, critic: Path) -> None:
     engine = build(critic)
     with pytest.raises(ValueError, match="loss is 'ppo', which needs a trainer with head='lm'"):
         engine.forward_backward([BATCH], get_loss("ppo"))
@@ -176,7 +176,7 @@ def test_losses_of_the_other_head_and_what_a_critic_lacks_are_refused(build: Bui
 
 
 @pytest.mark.seconds
-def test_an_engine_that_is_only_asked_forward_holds_no_more_than_its_parameters(
+def test_an_engine_asked_forward_only_holds_its_parameters_only(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A thread's memory for logits is there for all its engines.

@@ -88,7 +88,7 @@ def test_a_family_says_what_it_refuses_and_needs(quiet: Path) -> None:
         check_model(TrainerConfig(model=named(quiet, "QuietForCausalLM", attention_bias=True), engine="fsdp2"))
 
 
-def test_generators_of_several_ranks_are_refused_where_none_is_proven(tmp_path: Path) -> None:
+def test_generators_of_several_ranks_are_refused_if_not_proven(tmp_path: Path) -> None:
     for name, architecture in (("gpt_oss", "GptOssForCausalLM"), ("olmo3", "Olmo3ForCausalLM")):
         model = MODELS[name][1](tmp_path / name)
         GeneratorConfig(model=model, max_model_len=64).check_model()

@@ -199,7 +199,7 @@ def test_a_browser_draws_the_page(tmp_path: Path) -> None:
 
 @pytest.mark.stranger("F6")
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-def test_a_narrow_page_is_no_wider_than_its_window_and_its_charts_are_legible(tmp_path: Path) -> None:
+def test_a_narrow_page_fits_its_window_and_is_legible(tmp_path: Path) -> None:
     folder = reported_run(tmp_path / "a")
     folder.log_rollouts(20, [dialogue("c")], split="eval")
     folder.flush()

@@ -45,7 +45,7 @@ def _decode(tokens: Sequence[int]) -> str:
 
 
 @pytest.mark.stranger("F6")
-def test_turns_are_apart_and_the_environments_message_is_between_them(tmp_path: Path) -> None:
+def test_turns_are_apart_with_the_environments_message_between(tmp_path: Path) -> None:
     write_rollouts(tmp_path / "eval-00000.parquet", [dialogue("p")], step=0, split="eval")
     (with_tokens,), (without,) = (evaluation_samples(tmp_path, decode)[0]["answers"] for decode in (_decode, None))
     assert with_tokens["text"] == without["text"] == "first\nno, again\nsecond"

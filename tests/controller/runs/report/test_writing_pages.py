@@ -73,7 +73,7 @@ def test_the_page_and_the_timeline_are_written_during_the_run(tmp_path: Path) ->
     assert '"state": "stopped"' in page.read_text()
 
 
-def test_a_mistake_in_the_page_does_not_end_the_run_but_a_full_disk_does(
+def test_a_mistake_in_the_page_ends_no_run_but_a_full_disk_does(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder(tmp_path / "a", {})
