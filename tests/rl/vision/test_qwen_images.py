@@ -151,9 +151,8 @@ def test_recordings_keep_each_file_once_and_are_read_again(model: Path) -> None:
 def test_rows_of_a_file_are_told_apart_by_their_images(model: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     for number in range(40):
-        file = tmp_path / f"{number}.png"
-        file.write_bytes(file_bytes(picture(32, 32, seed=number)))
-        content = [{"type": "image", "image": str(file)}, {"type": "text", "text": " what "}]
+        url = f"data:image/png;base64,{base64.b64encode(file_bytes(picture(32, 32, seed=number))).decode()}"
+        content = [{"type": "image", "image": url}, {"type": "text", "text": " what "}]
         lines.append(json.dumps({"prompt": [{"role": "user", "content": content}], "completion": "red"}))
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     source = JsonlExamples(path=tmp_path / "rows.jsonl")
