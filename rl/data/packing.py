@@ -25,14 +25,11 @@ from rl.system.hf_config import num_experts, read_config
 from rl.types import REPORTED_WEIGHT, Datum, Head
 
 Ints = NDArray[np.int64]
-# Most tokens of a document of padding. No model has a shorter context.
-_PADDING_DOCUMENT = 128
-# An opening of fewer tokens is not worth the copies of its keys and values that every document needs.
-_SHORTEST_OPENING = 8
+_PADDING_DOCUMENT = 128  # most tokens of a document of padding; no model has a shorter context
+_SHORTEST_OPENING = 8  # a shorter one is not worth the copies of its keys and values that every document needs
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-"""Sizes that `ModelFlops` needs."""
 _OTHER_ATTENTION = ("kv_lora_rank", "linear_num_key_heads", "hidden_size_per_layer_input", "enable_moe_block")
-"""Settings of layers that `ModelFlops` does not count: latent attention, gated delta rules, Gemma 4."""
+"""`ModelFlops` needs `_SIZES`, and does not count these layers: latent attention, gated delta rules, Gemma 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +129,7 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
     opening = common_opening(datums, groups) if share_opening else 0
     pieces = [(0, slice(opening))]  # of datums, in the order of the row
     scored, datum_index, datum_position = list[Ints](), list[Ints](), list[Ints]()
-    documents: list[Document] = [Document(opening)] if opening else []
-    images: list[PlacedImage] = []
+    documents, images = [Document(opening)] if opening else list[Document](), list[PlacedImage]()
     places = np.arange(max(lengths))  # in the row, of the tokens of the datum in hand
     start = opening  # of what comes next in the row
     for group in groups:

@@ -70,8 +70,7 @@ class TransformersPolicy(nn.Module):
         not fit this engine.
         """
         super().__init__()
-        self._has_values = head == "value"
-        self._dtype, self._head_dtype = compute_dtype, head_dtype
+        self._has_values, self._dtype, self._head_dtype = head == "value", compute_dtype, head_dtype
         self._by_documents = False
         self._run: Callable[[Callable[[Any], Any]], Any] = self.__call__
         family = find_family(read_config(path))
@@ -95,8 +94,7 @@ class TransformersPolicy(nn.Module):
         if family is not None and family.prepare:
             resolve_name(family.prepare)(self.model)
         self._stored = trained_shapes(path).keys()
-        self._logit_factor = _logit_factor(text)
-        self._logit_cap: float | None = getattr(text, "final_logit_softcapping", None)
+        self._logit_factor, self._logit_cap = _logit_factor(text), getattr(text, "final_logit_softcapping", None)
         if "position_ids" not in inspect.signature(self.model.base_model.forward).parameters:
             raise ValueError(f"{self._name} takes no positions, so documents cannot be packed")
         projection = self.model.get_output_embeddings()
