@@ -59,7 +59,11 @@ async def distributions(
     of_two = np.minimum(np.stack(found, axis=1), _LARGEST)
     odds = of_two - np.log(-np.expm1(of_two))
     odds[np.arange(len(best)), best] = 0.0
-    return odds - np.logaddexp.reduce(odds, axis=1, keepdims=True), q
+    return _normalized(odds), _normalized(q)  # a softmax in float32 is off by more than the KL of two that agree
+
+
+def _normalized(logits: Distributions) -> Distributions:
+    return logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
 
 
 def _datum(tokens: NDArray[np.int64], word: int, best: NDArray[np.int64]) -> Datum:
