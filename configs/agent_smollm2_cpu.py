@@ -10,21 +10,24 @@ from trainer.config import TrainerConfig
 
 
 def recipe() -> AgentConfig:
-    """Trainer and generator take turns, so each may use both cores."""
+    """Trainer and generator take turns, so each may use both cores.
+
+    The held-out reward goes from 0.53 to 1.00 with the seeds 0 and 1; benchmarks/LEARNING.md has the runs.
+    """
     dtype = cpu_dtype()
     return AgentConfig(
         model="smollm2-135m-instruct",
         env=LookUp(),
         trainer=TrainerConfig(compute_dtype=dtype, num_threads=2, max_tokens_per_microbatch=2048),
         generator=GeneratorConfig(dtype=dtype, num_threads=2, max_model_len=256, max_num_seqs=64),
-        sampling=SamplingParams(max_tokens=16),
+        sampling=SamplingParams(max_tokens=10),
         limits=SessionLimits(max_calls=4),
         num_steps=12,
         prompts_per_step=6,
         group_size=8,
-        learning_rate=2e-5,
-        lora_learning_rate=2e-4,
+        learning_rate=5e-5,
+        lora_learning_rate=5e-4,
         num_eval=64,
-        evaluate_every=6,
+        evaluate_every=12,
         checkpoint_every=6,
     )

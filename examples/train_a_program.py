@@ -24,7 +24,7 @@ NUM_STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 12
 async def main() -> None:
     """Prints the mean reward of each step."""
     env = LookUp()  # a program, tasks, and a reward
-    sampling = SamplingParams(max_tokens=16, seed=0)  # replaces whichever options the program asks for
+    sampling = SamplingParams(max_tokens=10, seed=0)  # replaces whichever options the program asks for
     model = resolve_model("smollm2-135m-instruct")
     generator_config = GeneratorConfig(dtype="float32", max_model_len=256, num_threads=2)
     trainer_config = TrainerConfig(compute_dtype="float32", num_threads=2)
@@ -42,7 +42,7 @@ async def main() -> None:
             if batch:
                 await trainer.forward_backward(batch, "importance_sampling")
                 num_tokens = sum(datum.num_loss_tokens for datum in batch)
-                await trainer.optim_step(AdamParams(learning_rate=2e-5), grad_scale=1 / num_tokens)
+                await trainer.optim_step(AdamParams(learning_rate=5e-5), grad_scale=1 / num_tokens)
                 await generator.pull_model_state_dict(await trainer.push_model_state_dict())
 
 

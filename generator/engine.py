@@ -31,7 +31,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from generator._compat import patch_masks
 from generator.config import GeneratorConfig, check_length, check_policy, check_pull, check_request
-from generator.conversion import ServedPolicy, bounded, to_completion, to_vllm
+from generator.conversion import ServedPolicy, bounded, to_completions, to_vllm
 from generator.cpu.patches import patch_cpu
 from generator.cpu.sampler import return_kept_sets
 from generator.engine_calls import (
@@ -329,10 +329,7 @@ class GenerationEngine:
         self._running[request.id] = policy
 
     def _finish(self, output: RequestOutput) -> None:
-        self._calls.finish(
-            output.request_id,
-            lambda: [to_completion(each, self._tokenizer, output.prompt_logprobs) for each in output.outputs],
-        )
+        self._calls.finish(output.request_id, lambda: to_completions(output, self._tokenizer))
 
     def _cancel(self, cancel: Cancel) -> None:
         if not self._backlog.cancel(cancel):

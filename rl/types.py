@@ -16,11 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl.images import PlacedImage
-from rl.sampling import KeptSets, SamplingParams
+from rl.sampling import Ids, KeptSets, Routes, SamplingParams
 
 FinishReason = Literal["stop", "length"]
 Head = Literal["lm", "value"]
 """The output of a trainer's model: log-probs of the target tokens, or one value per position, as a critic needs."""
+HeadDtype = Literal["float32"]
+"""The dtype in which a trainer's and a generator's logits are computed, if it is not that of the rest."""
 PullMode = Literal["drain", "inflight"]
 """Whether running requests finish before a generator takes new weights, or continue under the new weights."""
 Placement = Literal["split", "colocated"]
@@ -51,6 +53,8 @@ class Completion:
     """0 if the tokens were sampled greedily."""
     kept: KeptSets | None = None
     """N sets: the words that a cut (top-k, top-p, min-p) left for each token. None if nothing was cut."""
+    routes: Routes | None = None
+    """The experts that were chosen, of a mixture whose generator returns them (`GeneratorConfig.routes`)."""
     prompt_logprobs: tuple[float, ...] | None = None
     """[P - 1] log-prob at temperature 1 of every prompt token but the first, if asked for."""
     topk_prompt_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
@@ -247,6 +251,9 @@ class Datum:
     distribution that it was sampled from."""
     kept: KeptSets | None = None
     """T sets: the words that the sampler's cut left for each target, to score it among them. None if it cut nothing."""
+    routes: Ids | None = None
+    """[T, layers, k] uint8 or uint16: the experts that the generator's layers chose for each token. The policy replays
+    them; references, teachers and critics, which are other models, do not. None: layers choose for themselves."""
     images: tuple[PlacedImage, ...] = ()
     """The images that some of the tokens stand for, in order."""
 

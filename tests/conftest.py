@@ -29,7 +29,13 @@ for _signal in (signal.SIGINT, signal.SIGHUP):
 
 _LONGEST_FIRST = ("vllm", "e2e", "ranks", "seconds")
 """Markers in the order in which files that have them are begun, so that no worker is left with long ones at the end."""
-_VLLM = ("tests/generator/", "tests/controller/loops/", "tests/controller/agents/", "tests/e2e/test_parity.py")
+_VLLM = (
+    "tests/generator/",
+    "tests/controller/loops/",
+    "tests/controller/agents/",
+    "tests/controller/frameworks/",
+    "tests/e2e/test_parity.py",
+)
 """Folders and files whose tests one worker runs, because importing vLLM into the test's own process takes seconds."""
 
 

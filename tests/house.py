@@ -17,19 +17,22 @@ PACKAGES = ("rl", "trainer", "generator", "controller", "configs")
 OPTIONAL = (
     "controller/server/",
     "controller/agents/",
+    "controller/frameworks/",
     "configs/agent_",
     "controller/hosts/starting/",
     "controller/planning/",
     "controller/runs/report/",
+    *("controller/runs/all_words", "controller/runs/mismatch"),
     *(f"controller/runs/loggers/{name}" for name in ("event_files", "trackio_run", "wandb_run")),
     *(f"controller/commands/{name}" for name in ("check_parts", "compare", "model_directory", "report_run", "sweep")),
+    "generator/cpu/routes",
     "trainer/engines/contract/",
     "trainer/engines/mcore/",
     "trainer/engines/mfsdp/",
     "trainer/families/",
     *("rl/vision/", "generator/image_prompts.py", "configs/guess_colour_"),
     *("rl/advantages/published_advantages.py", "rl/losses/published_losses.py", "rl/losses/traced_loss.py"),
-    *("configs/mixture_smollm2_cpu.py", "rl/envs/check.py", "rl/envs/mixture.py", "rl/envs/verifiers_env.py"),
+    *("configs/mixture_smollm2_cpu.py", "rl/envs/check.py", "rl/envs/mixture.py"),
     *("configs/reward_smollm2_cpu.py", "rl/envs/reward_model.py"),
 )
 """Optional parts, by the beginning of their paths. Entry points name them; no core module imports them."""
@@ -37,7 +40,7 @@ ROOMS = (
     *("rl/system", "rl", "rl/weights", "trainer", "generator"),
     *("controller/processes", "controller/hosts", "controller/handles", "controller/launching", "controller/runs"),
     *("controller/loops", "controller/commands", "controller/planning", "controller/server"),
-    *("controller/agents", "configs"),
+    *("controller/agents", "controller/frameworks", "configs"),
 )
 """From the bottom to the top. A room imports from those below it."""
 LOOP = Path("controller/loops/grpo.py")

@@ -28,18 +28,20 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind
 
 from controller.agents.records import RECORD, CallRecord, SessionRequest
 from controller.agents.splicing import Message, Prompt, digests, find_prompt, hide_control_tokens
+from generator.conversion import bounded, kept_sets
 from generator.engine import GenerationEngine
 from generator.openai_calls import OpenAICall
 from generator.openai_serving import EngineClient, OpenAIServing
 from rl.rollouts.tokenizer import TextEncoder
 from rl.system.hf_config import end_token_ids, read_config
+from rl.types import SamplingParams
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking", "reasoning")
 # Options of a template that do not change what earlier messages say.
@@ -67,6 +69,26 @@ class _Now:
 
 
 _NOW: ContextVar[_Now] = ContextVar("now")
+
+
+@dataclass(slots=True)
+class _Sampled:
+    """What was sampled so far."""
+
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    masks: list[Any] = field(default_factory=list[Any])
+    """vLLM's form of the words that a cut left."""
+    text: str = ""
+
+    def add(self, sample: CompletionOutput) -> None:
+        """Adds what a part of the output has."""
+        rows: Any = sample.logprobs or []
+        self.logprobs += [row[token].logprob for row, token in zip(rows, sample.token_ids, strict=True)]
+        self.tokens += sample.token_ids
+        self.text += sample.text
+        if sample.sampling_mask is not None:
+            self.masks += sample.sampling_mask.token_ids
 
 
 @dataclass(slots=True)
@@ -136,53 +158,46 @@ class CapturingClient(EngineClient):
     ) -> AsyncGenerator[RequestOutput]:
         """The outputs of one request."""
         now = _NOW.get()
-        params = _our_sampling(sampling_params, now)
+        config = self.model_config
+        ours = bounded(now.session.sampling, config.get_vocab_size(), masks_all=config.return_sampling_mask)
+        params = _our_sampling(sampling_params, ours, now)
         return self._captured(now, super().generate(prompt, params, request_id, **options), params)
 
     async def _captured(
         self, now: _Now, outputs: AsyncGenerator[RequestOutput], params: vllm.SamplingParams
     ) -> AsyncGenerator[RequestOutput]:
-        tokens, logprobs, text = list[int](), list[float](), ""
+        sampled = _Sampled()
         async with aclosing(outputs):
             async for output in outputs:
                 sample = output.outputs[0]
                 if params.output_kind != RequestOutputKind.DELTA:
-                    tokens, logprobs, text = [], [], ""
-                rows: Any = sample.logprobs or []
-                logprobs += [row[token].logprob for row, token in zip(rows, sample.token_ids, strict=True)]
-                tokens += sample.token_ids
-                text += sample.text
-                if sample.finish_reason is not None:
-                    spans = sample.weight_versions or []
-                    versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
-                    now.record = self._record(now, tokens, logprobs, versions, text, sample.finish_reason)
+                    sampled = _Sampled()
+                sampled.add(sample)
+                if sample.finish_reason in ("stop", "length"):  # otherwise vLLM gave the request up
+                    now.record = self._record(now, sampled, sample)
                 yield output
 
-    def _record(
-        self,
-        now: _Now,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[int],
-        text: str,
-        finish_reason: str,
-    ) -> CallRecord | None:
-        if finish_reason not in ("stop", "length"):  # vLLM gave the request up
-            return None
+    def _record(self, now: _Now, sampled: _Sampled, last: CompletionOutput) -> CallRecord:
         assert now.prompt is not None
         tokenizer: Any = self.renderer.tokenizer
-        new = now.prompt.tokens[now.prompt.num_earlier :]
+        new, ours = now.prompt.tokens[now.prompt.num_earlier :], now.session.sampling
+        kept = kept_sets(sampled.masks) if sampled.masks and ours.cuts and ours.temperature > 0 else None
+        answer = self._answer(now, sampled.text, sampled.tokens)
+        finish_reason: Any = last.finish_reason
         return CallRecord(
             parent=now.prompt.parent,
             how=now.prompt.how,
             prompt_tokens=tuple(new),
             prompt=tokenizer.decode(new),
-            tokens=tuple(tokens),
-            logprobs=tuple(logprobs),
-            versions=tuple(versions),
-            text=tokenizer.decode(tokens),
+            tokens=tuple(sampled.tokens),
+            logprobs=tuple(sampled.logprobs),
+            versions=tuple(
+                int(span.version) for span in last.weight_versions or () for _ in range(span.start, span.end)
+            ),
+            text=tokenizer.decode(sampled.tokens),
             finish_reason=finish_reason,
-            digest=digests([*now.conversation, self._answer(now, text, tokens)], now.context)[-1],
+            kept=None if kept is None else [kept.part(n, n + 1).ids.tolist() for n in range(len(kept))],
+            digest=digests([*now.conversation, answer], now.context)[-1],
             constrained=now.constrained,
         )
 
@@ -277,16 +292,16 @@ async def _next(events: AsyncGenerator[Any]) -> Any:
     return await anext(events, None)
 
 
-def _our_sampling(asked: vllm.SamplingParams, now: _Now) -> vllm.SamplingParams:
+def _our_sampling(asked: vllm.SamplingParams, ours: SamplingParams, now: _Now) -> vllm.SamplingParams:
     """The session's sampling, with what a request may choose: where it ends, and how its text is shown."""
     assert now.prompt is not None
-    ours = now.session.sampling
     seed = None if ours.seed is None else _seed(ours.seed, now.session.repeat, now.prompt.tokens)
     return vllm.SamplingParams(
         max_tokens=min(asked.max_tokens or ours.max_tokens, ours.max_tokens),
         temperature=ours.temperature,
         top_p=ours.top_p,
         top_k=ours.top_k,
+        min_p=ours.min_p,
         stop=[*(asked.stop or ()), *ours.stop],
         stop_token_ids=[*(asked.stop_token_ids or ()), *ours.stop_token_ids],
         ignore_eos=ours.ignore_eos,

@@ -3,9 +3,10 @@
     program ---HTTP, its session's key---> AgentEndpoint ---the earlier calls---> a generator (`capture.py`)
             <--answer, or events---------               <--record, answer-------
 
-A session is open between `begin` and `end`. Its key is the API key that the program sends, or a part of the path
-(`/s/KEY/v1`). A request is answered under the session's limits; when the session ends, its requests are cancelled and
-the key is refused. The endpoint keeps the calls of open sessions; the generator keeps none.
+A session is open between `begin` and `end`. Its key is the API key that the program sends, a part of the path
+(`/s/KEY/v1`), or the beginning of its header X-Session-ID, up to a dot. A request is answered under the session's
+limits; when the session ends, its requests are cancelled and the key is refused. The endpoint keeps the calls of open
+sessions; the generator keeps none.
 """
 
 import asyncio
@@ -38,6 +39,7 @@ from generator.openai_calls import OpenAICall, OpenAIReply
 from rl.lora import Policy
 from rl.protocols import Generator
 from rl.rollouts.episodes import check_sampled_distribution
+from rl.sampling import KeptSets
 from rl.types import Completion, SamplingParams, Turn
 
 DIALECTS = ("chat/completions", "responses", "messages", "messages/count_tokens")
@@ -82,7 +84,7 @@ class AgentEndpoint:
         if path.startswith("s/"):
             _, key, path = (*path.split("/", 2), "")[:3]
         dialect = path.removeprefix("v1/")
-        session = self.sessions.get(key.strip())
+        session = self.sessions.get(key.strip()) or self.sessions.get(_named(request))
         if session is None:
             return failure(dialect, 401, "the API key is of no open session; a program uses the key that it was given")
         if request.method in ("GET", "HEAD"):
@@ -187,7 +189,6 @@ async def agent_endpoint(
     Raises ValueError for sampling that the trainer cannot score, for another generator, and for a taken address.
     """
     check_sampled_distribution(sampling)
-    _check_whole(sampling)
     policy: Policy = None
     inner: Any = generator
     if isinstance(inner, BoundGenerator):
@@ -205,17 +206,6 @@ async def agent_endpoint(
         finally:
             for session in [*endpoint.sessions.values()]:
                 await endpoint.end(session)
-
-
-def _check_whole(sampling: SamplingParams) -> None:
-    """Raises ValueError if words are cut off: the endpoint does not record which ones were left."""
-    for name, (value, whole) in {
-        "top_p": (sampling.top_p, 1.0),
-        "top_k": (sampling.top_k, -1),
-        "min_p": (sampling.min_p, 0.0),
-    }.items():
-        if value != whole:
-            raise ValueError(f"sampling.{name} is {value}; an agent's endpoint samples from all words, with {whole}")
 
 
 @asynccontextmanager
@@ -258,6 +248,7 @@ def _keep(session: OpenSession, call: OpenAICall, record: str, label: str, start
         text=read.text,
         finish_reason=read.finish_reason,
         temperature=session.sampling.temperature,
+        kept=None if read.kept is None else KeptSets.of(read.kept),
     )
     session.last_request = time.monotonic()
     session.calls.append(
@@ -335,6 +326,10 @@ def _model_name(body: bytes) -> str:
     read = json.loads(body)
     name = read.get("model") if isinstance(read, dict) else None
     return name if isinstance(name, str) else "policy"
+
+
+def _named(request: Request) -> str:
+    return request.headers.get("x-session-id", "").partition(".")[0]
 
 
 def _label(request: Request) -> str:

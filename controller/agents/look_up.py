@@ -1,9 +1,11 @@
 """A small task for a program with a tool: it asks the model for a number that the model can only look up.
 
 The program is a script of the standard library that knows OpenAI's chat completions and nothing of ownloop. The model
-looks a name up by writing `LOOK name`; the script answers with the number, and the model has to write it.
+opens a page of a book by writing the page's number; the script answers with what is there, and the model has to write
+the number that it read.
 """
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +23,20 @@ def ask(chat):
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
     return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
 
-book, name = json.load(open("book.json")), open("name.txt").read()
-chat = [{"role": "user", "content": f"Find the number of {name}. Write LOOK {name} to look it up."}]
-for turn in range(2):
-    said = ask(chat)
-    found = re.search(r"LOOK (\w+)", said)
-    if found is None:
-        break
-    number = book.get(found[1], "unknown")
+def number(text):
+    return (re.findall(r"\d+", text) or [""])[0]
+
+book = json.load(open("book.json"))
+name, page = open("question.txt").read().split()
+chat = [{"role": "user", "content": f"{name} is on page {page}. Which page do you open? Write its number."}]
+said, answer = ask(chat), ""
+opened = number(said)
+if opened:
+    read = book.get(opened, "it is empty")
     chat.append({"role": "assistant", "content": said})
-    chat.append({"role": "user", "content": f"{number}. Now write the number only."})
-open("answer.txt", "w").write(said)
-open("looked.txt", "w").write(str(len(chat) > 1))
+    chat.append({"role": "user", "content": f"Page {opened}: {read}. What is the number of {name}? Write it."})
+    answer = number(ask(chat))
+json.dump([opened, answer], open("answer.json", "w"))
 """
 _NAMES = tuple("Ada Bob Cleo Dan Eve Finn Gus Hana Ivo Jan Kim Leo Mia Noa Otto Pia".split())
 
@@ -59,15 +63,19 @@ class LookUp:
         return [_task(Random(f"eval/{index}"), index, odd=0) for index in range(count)]
 
     async def reward(self, task: AgentTask, work: Path, attempt: Attempt) -> float:
-        """0.5 for a look-up, and 0.5 for an answer that is the number and nothing else."""
+        """0.5 for opening the page, and 0.5 for the number that is there. The first number of an answer counts."""
         del attempt
-        looked = (work / "looked.txt").read_text() == "True"
-        return 0.5 * looked + 0.5 * ((work / "answer.txt").read_text().strip().rstrip(".") == task.answer)
+        found = json.loads((work / "answer.json").read_text())
+        return 0.5 * sum(one == other for one, other in zip(found, task.answer, strict=True))
 
 
 def _task(random: Random, index: int, *, odd: int) -> AgentTask:
-    names = random.sample(_NAMES, 4)
-    book = {name: 2 * random.randrange(50, 500) + odd for name in names}
-    listed = ", ".join(f'"{name}": {number}' for name, number in book.items())
-    files = {"book.json": f"{{{listed}}}", "name.txt": names[0]}
-    return AgentTask(id=f"{index}-{odd}", prompt=f"the number of {names[0]}", files=files, answer=str(book[names[0]]))
+    names, pages = random.sample(_NAMES, 4), random.sample(range(10, 100), 4)
+    numbers = [2 * random.randrange(50, 500) + odd for _ in names]
+    book = {str(page): f"{name} {number}" for page, name, number in zip(pages, names, numbers, strict=True)}
+    return AgentTask(
+        id=f"{index}-{odd}",
+        prompt=f"the number of {names[0]}",
+        files={"book.json": json.dumps(book), "question.txt": f"{names[0]} {pages[0]}"},
+        answer=[str(pages[0]), str(numbers[0])],
+    )

@@ -54,7 +54,7 @@ class Program:
     """A program and how long it may run. Its requests are limited by `SessionLimits`."""
 
     argv: Sequence[str]
-    """The command. `{prompt}` in an argument is the task's prompt."""
+    """The command. `{prompt}` in an argument is the task's prompt, and `{base_url}` the endpoint's address with /v1."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables besides PATH, HOME and where the endpoint is; the controller's own are not seen."""
     sandbox: SandboxName = "auto"
@@ -68,12 +68,15 @@ class Program:
     """Longest time without a request after the first, while none is being answered."""
     memory_bytes: int | None = None
     """Of one process, or of a container."""
+    max_at_once: int = 32
+    """How many run at the same time."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         if isinstance(self.argv, str) or not self.argv:
             raise ValueError(f"Program.argv is {self.argv!r}; it must be a sequence of the program and its arguments")
         check_above_zero(time_limit_s=self.time_limit_s, idle_limit_s=self.idle_limit_s)
+        check_at_least(1, max_at_once=self.max_at_once)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +92,18 @@ class Attempt:
     """Runs a command, for so many seconds at most, in the program's sandbox."""
 
 
-Reward = Callable[[AgentTask, Path, Attempt], float | Awaitable[float]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A reward with more that a framework says of an episode."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Further numbers to report. The loop averages them over a step, by name."""
+    truncated: bool = False
+    """Whether a limit of the program's own ended the episode, such as its number of turns."""
+
+
+Reward = Callable[[AgentTask, Path, Attempt], "float | Scored | Awaitable[float | Scored]"]
 
 
 @runtime_checkable
@@ -109,7 +123,7 @@ class AgentEnv(Protocol):
         """The first `count` held-out tasks. They are the same in every run."""
         ...
 
-    async def reward(self, task: AgentTask, work: Path, attempt: Attempt) -> float:
+    async def reward(self, task: AgentTask, work: Path, attempt: Attempt) -> float | Scored:
         """See `Reward`."""
         ...
 
@@ -152,19 +166,18 @@ async def run_agents(
     reward: Reward,
     *,
     num_samples: int = 1,
-    max_at_once: int = 32,
     seed: int | None = None,
     greedy: bool = False,
 ) -> list[SessionGroup]:
-    """`num_samples` attempts of a program at each task, `max_at_once` of them at a time. The groups are in order.
+    """`num_samples` attempts of a program at each task, at most `max_at_once` at a time. The groups are in order.
 
     With `seed`, the attempts have seeds of their own from it on. `greedy` samples the most probable tokens, for an
     evaluation. An attempt that raises, that never asked the model, or whose reward is not finite is a failure of its
     group. Raises ValueError if the sandbox does not work here, before any program starts.
     """
-    check_at_least(1, num_samples=num_samples, max_at_once=max_at_once)
+    check_at_least(1, num_samples=num_samples)
     make_sandbox(program.sandbox, Place(work=Path(), url="", socket=None, image=program.image))
-    places = asyncio.Semaphore(max_at_once)
+    places = asyncio.Semaphore(program.max_at_once)
 
     async def one(index: int, task: AgentTask) -> Session | str:
         sampling = replace(endpoint.sampling, seed=None if seed is None else seed + index)
@@ -225,10 +238,7 @@ async def _attempt(
             return await sandbox.run(argv, program.env, time_limit_s)
 
         attempt = Attempt(exit_code=ended.exit_code, output=ended.output, calls=calls, run=run)
-        found = reward(task, place.work, attempt)
-        value = float(await found if inspect.isawaitable(found) else found)
-        if not math.isfinite(value):
-            raise ValueError(f"its reward is {value}; it must be a finite number")
+        scored = await _scored(reward(task, place.work, attempt))
     finally:
         await sandbox.destroy()
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -236,18 +246,29 @@ async def _attempt(
         id=opened.id,
         calls=calls,
         sampling=opened.sampling,
-        reward=value,
-        ended_by=ended_by,
+        reward=scored.reward,
+        metrics=scored.metrics,
+        ended_by="own_limit" if scored.truncated and ended_by == "exit" else ended_by,
         exit_code=ended.exit_code,
         output=ended.output,
         seconds=time.monotonic() - started,
     )
 
 
+async def _scored(found: "float | Scored | Awaitable[float | Scored]") -> Scored:
+    """What a reward has found. Raises ValueError for a number that is not finite."""
+    value = await found if inspect.isawaitable(found) else found
+    scored = value if isinstance(value, Scored) else Scored(reward=float(value))
+    if not math.isfinite(scored.reward):
+        raise ValueError(f"its reward is {scored.reward}; it must be a finite number")
+    return scored
+
+
 async def _run(sandbox: Sandbox, opened: OpenSession, program: Program, task: AgentTask) -> tuple[Ended, EndedBy]:
     """Runs the program until it ends or reaches a limit. Says which."""
-    argv = [argument.replace("{prompt}", task.prompt) for argument in program.argv]
     url = sandbox.reach()
+    given = [argument.replace("{base_url}", f"{url}/v1") for argument in program.argv]
+    argv = [argument.replace("{prompt}", task.prompt) for argument in given]
     env = {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": opened.key,

@@ -1,6 +1,7 @@
 """What the endpoint sends to a generator with a request of a session, and what comes back beside the answer."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -45,6 +46,8 @@ class CallRecord:
     text: str
     """The sampled tokens as text, control tokens included."""
     finish_reason: FinishReason
+    kept: Sequence[Sequence[int]] | None
+    """[N] the words that a cut left for each token, as in `Completion.kept`; None if nothing was cut."""
     digest: str
     """Of the conversation with the answer; `EarlierCall.digest`."""
     constrained: bool

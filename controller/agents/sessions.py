@@ -11,21 +11,37 @@ leaves share once (`rl.data.packing`).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from controller.agents.splicing import EarlierCall, How
+from controller.runs.folder import SESSIONS, RunFolder
+from controller.runs.recording import kind_of, recording_of
 from rl.checks import check_known
+from rl.rollouts.columns import groups_to_table, parquet_bytes
 from rl.rollouts.episodes import rollout_to_datum
+from rl.system.disk import write_whole
 from rl.types import Datum, Group, Rollout, SamplingParams, Turn
 
 Credit = Literal["all", "last", "per_branch"]
 """Which branches a session's advantage is for: all; only the last one, which ends with the newest call; or all, each
 divided by the number of branches, so that a session with many branches counts as much as one with a single branch."""
-EndedBy = Literal["exit", "time_limit", "idle_limit", "call_limit", "token_limit", "cancelled"]
+EndedBy = Literal["exit", "time_limit", "idle_limit", "call_limit", "token_limit", "own_limit"]
+"""What ended a program: itself; a limit of `Program` or `SessionLimits`; or a limit of its own, such as a number of
+turns, which its reward says."""
 CREDITS: tuple[Credit, ...] = ("all", "last", "per_branch")
+_OF_CALLS = {
+    "parent": pa.int32(),
+    **dict.fromkeys(("how", "dialect", "label"), pa.string()),
+    **dict.fromkeys(("constrained", "delivered"), pa.bool_()),
+    "seconds": pa.float64(),
+}
+_OF_SESSIONS = {"id": pa.string(), "ended_by": pa.string(), "exit_code": pa.int32(), "output": pa.string()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +84,11 @@ class Session:
     output: str = ""
     """The end of what the program printed."""
     seconds: float = 0.0
+
+    @property
+    def limited(self) -> bool:
+        """Whether a limit ended the program."""
+        return self.ended_by != "exit"
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -182,10 +203,43 @@ def session_metrics(groups: Sequence[SessionGroup]) -> dict[str, float]:
         "session_branches": sum(len(branches(session)) for session in sessions) / num,
         "session_tokens": sum(session.num_sampled_tokens for session in sessions) / num,
         "session_seconds": sum(session.seconds for session in sessions) / num,
-        "sessions_limited": sum(session.ended_by not in ("exit", "cancelled") for session in sessions) / num,
+        "sessions_limited": sum(session.limited for session in sessions) / num,
         "calls_undelivered": sum(not call.delivered for call in calls) / num,
         **{f"calls_{how}": count / num for how, count in hows.items()},
     }
+
+
+def record_sessions(folder: RunFolder, step: int, groups: Sequence[SessionGroup], *, split: str = "train") -> None:
+    """Writes the sessions of a step or an evaluation in the background, to `sessions/step-00012.parquet`.
+
+    A row is a session, in the columns of recorded rollouts, with all calls as its turns. Further columns are lists with
+    an entry for each call, as the fields of `ModelCall` say, and `ended_by`, `exit_code` and `output`.
+    """
+    file = recording_of(folder.path / SESSIONS, step, kind_of(split))
+    folder.in_background(partial(_write, file, tuple(groups)))
+
+
+def _write(file: Path, groups: Sequence[SessionGroup]) -> None:
+    played = [
+        Group(
+            problem_id=group.task_id,
+            prompt=group.prompt,
+            rollouts=tuple(_rollout(session, range(len(session.calls))) for session in group.sessions),
+            failures=group.failures,
+        )
+        for group in groups
+    ]
+    table = groups_to_table(played)
+    sessions = [session for group in groups for session in group.sessions]
+    for name, kind in _OF_CALLS.items():
+        lists = [[getattr(call, name) for call in session.calls] for session in sessions]
+        table = table.append_column(name, pa.array(lists, pa.list_(kind)))
+    trained = [[index in trained_calls(session) for index in range(len(session.calls))] for session in sessions]
+    table = table.append_column("trained", pa.array(trained, pa.list_(pa.bool_())))
+    for name, kind in _OF_SESSIONS.items():
+        table = table.append_column(name, pa.array([getattr(session, name) for session in sessions], kind))
+    if table.num_rows:
+        write_whole(file, parquet_bytes(table))
 
 
 def _path(session: Session, leaf: int) -> tuple[int, ...]:
@@ -202,6 +256,7 @@ def _rollout(session: Session, path: Sequence[int]) -> Rollout:
         turns=tuple(session.calls[index].turn for index in path),
         reward=session.reward,
         metrics=session.metrics,
+        out_of_context=session.limited,
         environment_s=session.seconds,
         sampling=session.sampling,
     )

@@ -7,10 +7,12 @@ the earlier tokens are kept, and of the new text only the end is encoded:
     earlier call        <user>hi<end><assistant>     hello<end>                       read and sampled: kept as they are
     head                <user>hi<end><assistant>hello<end>\n                          the template, up to that answer
     full                <user>hi<end><assistant>hello<end>\n<user>more<end><assistant>    the template, whole request
+    closing             <end>\n                       what the template puts after any answer
     the new prompt      the earlier call's tokens + encode(\n<user>more<end><assistant>)
 
-This holds for any chat template whose `full` begins with its `head`. A template that drops earlier reasoning writes
-another history, and a program that edits a message does so too: such a request begins a new branch.
+This holds for any chat template whose `full` begins with its `head`, which ends with its `closing`. A template that
+drops earlier reasoning writes another history, and a program that edits a message does so too: such a request begins a
+new branch.
 """
 
 import contextlib
@@ -31,6 +33,8 @@ earlier call's. "spliced": the earlier call's tokens stand in the place of the t
 continue an earlier call, but the template now shows them in another way, so the call is a root."""
 Message = Mapping[str, Any]
 _TRUSTED_ROLES = ("system", "developer", "assistant")
+_PROBE = "ownloop-answer"
+"""An answer that shows how a template closes answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,34 +154,42 @@ def _splice(
 ) -> tuple[int, ...] | None:
     """The history and the tokens of what the template shows after it; None if it shows the history in another way."""
     shown, hidden = hide_control_tokens(conversation, template.encoder)
-    begin = num_messages  # of the answer, which may be several messages
-    while begin and shown[begin - 1]["role"] == "assistant":
-        begin -= 1
-    before = template.render(shown[:begin], opened=False)
-    head = template.render(shown[:num_messages], opened=False)
-    full = template.render(shown, opened=True)
-    if not (head.startswith(before) and full.startswith(head)):
+    answered, last = shown[:num_messages], shown[num_messages - 1]
+    probe = {name: value for name, value in last.items() if name != "tool_calls"} | {"content": _PROBE}
+    try:
+        head = template.render(answered, opened=False)
+        full = template.render(shown, opened=True)
+        before, _, closing = template.render([*answered[:-1], probe], opened=False).rpartition(_PROBE)
+    except Exception:  # a template may show a whole conversation and refuse its parts
         return None
-    start = _start_of_new(head, len(before), history[-1], template)
-    if start is None:
+    start = _start_of_new(head, full, closing if before else None, history[-1], template)
+    if start is None or not full.startswith(head):
         return None
     return (*history, *template.encoder.rendered(full[start:], hidden, continues=True))
 
 
-def _start_of_new(head: str, begin: int, last: int, template: Template) -> int | None:
-    """Where the text after the history begins: behind the end token that was sampled, or at the one that is missing.
+def _start_of_new(head: str, full: str, closing: str | None, last: int, template: Template) -> int | None:
+    """Where the text after the history begins in `full`; None if that is not certain. `last` is the last sampled token.
 
-    A model may end with another token than its template does: `<|endoftext|>` in the place of `<|im_end|>`.
+    `closing` is what the template puts after an answer in words. An answer with tool calls may end in another way, and
+    then only with the token that was sampled.
     """
     control = template.encoder.control_tokens
-    ended = last in template.stops
-    kinds: tuple[set[int] | frozenset[int], ...] = ({last} if ended else set(), template.stops, set(control))
-    for kind in kinds:
-        places = [(head.rfind(control[token], begin), len(control[token])) for token in kind if token in control]
-        place, length = max(places, default=(-1, 0))
-        if place >= 0:
-            return place + length if ended else place
-    return None
+    end = control.get(last, "") if last in template.stops else ""
+    if end and head.rstrip().endswith(end):
+        return head.rindex(end) + len(end)
+    if closing is None or not head.endswith(closing):
+        return None
+    start = len(head) - len(closing)
+    if last not in template.stops:
+        return start
+    # The sampled token stands for the first control token of the closing: `<|endoftext|>` for `<|im_end|>`. Where there
+    # is none, the next message may begin with it, as GLM's answers end with `<|user|>`.
+    places = [(place, -len(text)) for text in control.values() if (place := head.find(text, start)) >= 0]
+    if places:
+        place, length = min(places)
+        return place - length
+    return len(head) + len(end) if end and full.startswith(end, len(head)) else start
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -7,6 +7,7 @@
                 finished.json     says that the run came to its end
                 metrics.jsonl     one line per step and per evaluation
                 rollouts/         one Parquet file per step and per evaluation, see controller/runs/recording.py
+                sessions/         of a run of programs, see controller/agents/sessions.py
                 reward.png        see controller/runs/plot.py
                 report.html       see controller/runs/report/
                 timeline.json     see rl/system/timeline.py
@@ -50,6 +51,7 @@ CONFIG_FILE = "config.json"
 METRICS = "metrics.jsonl"
 HOST_FILE = "host.json"
 ROLLOUTS = "rollouts"
+SESSIONS = "sessions"
 CUT_OFF = "cut_off"
 BEGAN_FILE = "began.json"
 """Says when the run began. The date that a chat template sees stays the same in a resumed run."""

@@ -23,13 +23,15 @@ from rl.images import images_of, join_tokens
 from rl.losses import Loss, get_loss
 from rl.losses.shared import SharedOptions
 from rl.losses.traced_loss import PREFIX, Node, TracedLoss
+from rl.sampling import KeptSets
 from rl.types import REPORTED_WEIGHT, Datum
 
 SERVED_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 """Tinker's losses that have a published formula. `forward_backward_custom` is made of them by the client."""
 OWN_LOSS = "for a loss of your own, there are create_custom_loss, and forward_backward_custom with a function"
-_OPTIONAL_INPUTS = ("weights", "old_logprobs", "reference_logprobs", "temperature")
-"""`temperature` is an input of this server alone: that at which the client sampled, the same number at every token."""
+_OPTIONAL_INPUTS = ("weights", "old_logprobs", "reference_logprobs", "temperature", "kept")
+"""Two are inputs of this server alone: `temperature`, at which the client sampled, the same number at every token, and
+`kept`, int64 [N, W], the words that its cut left for each target, filled up with -1; nothing but -1 for all words."""
 _DTYPES: Mapping[int, Any] = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64}
 
 
@@ -190,6 +192,7 @@ def _read_datum(
     targets = arrays["target_tokens"]
     if targets.dtype != np.int64:
         raise ValueError(f"{field}.loss_fn_inputs['target_tokens'] is of dtype {targets.dtype}; it must be int64")
+    kept = _read_kept(field, arrays.pop("kept", None))
     inputs = {name: a if name == "target_tokens" else a.astype(np.float32) for name, a in arrays.items()}
     weights = inputs.setdefault("weights", np.ones(targets.shape, np.float32))
     # Our losses skip tokens of weight 0 and report no log-prob for them; Tinker reports all.
@@ -197,13 +200,13 @@ def _read_datum(
     inputs["weights"] = np.where(only_reported, REPORTED_WEIGHT, weights).astype(np.float32)
     temperature = _read_temperature(field, inputs.pop("temperature", None))
     if targets.ndim == 1:
-        return [Datum(tokens=tokens, loss_inputs=inputs, temperature=temperature, images=images)], 0
+        return [Datum(tokens=tokens, loss_inputs=inputs, temperature=temperature, images=images, kept=kept)], 0
     if loss.name != "cross_entropy" or any(a.shape != targets.shape for a in inputs.values()):
         shapes = {name: a.shape for name, a in inputs.items()}
         raise ValueError(f"{field}.loss_fn_inputs has shapes {shapes}; only cross_entropy takes [N, K], all of one K")
     columns = range(targets.shape[1])
     parts = [{name: np.ascontiguousarray(a[:, k]) for name, a in inputs.items()} for k in columns]
-    whole = Datum(tokens=tokens, loss_inputs={}, temperature=temperature, images=images)
+    whole = Datum(tokens=tokens, loss_inputs={}, temperature=temperature, images=images, kept=kept)
     return [replace(whole, loss_inputs=part) for part in parts], len(columns)
 
 
@@ -239,6 +242,18 @@ def _read_temperature(field: str, given: NDArray[np.float32] | None) -> float:
     if not (np.isfinite(given).all() and given.flat[0] > 0 and (given == given.flat[0]).all()):
         raise ValueError(f"{field}.loss_fn_inputs['temperature'] must be one finite number above 0 at every token")
     return float(given.flat[0])
+
+
+def _read_kept(field: str, given: NDArray[Any] | None) -> KeptSets | None:
+    """The kept sets of a datum's targets. The trainer checks the words."""
+    if given is None:
+        return None
+    if given.ndim != 2 or given.dtype != np.int64:
+        raise ValueError(
+            f"{field}.loss_fn_inputs['kept'] is {given.dtype} of shape {list(given.shape)}; it must be int64 [N, W], "
+            "the words that were kept for each target, filled up with -1"
+        )
+    return KeptSets.of([np.unique(row[row >= 0]) for row in given])
 
 
 def _without_effect(loss: Loss, inputs: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl.data.packing import PrefixGroup, group_by_prefix
+from rl.sampling import routes_fault
 from rl.types import Datum
 
 Result = TypeVar("Result")
@@ -117,11 +118,13 @@ def validate_batch(
     required_inputs: Sequence[str] = (),
     vocab_size: int,
     max_seq_len: int,
+    experts: tuple[int, int, int] | None = None,
     reads_images: bool = False,
 ) -> None:
     """Raises ValueError, naming the datum and the field, if no trainer could compute the batch.
 
-    `required_inputs` names the loss inputs that the loss needs besides `target_tokens`.
+    `required_inputs` names the loss inputs that the loss needs besides `target_tokens`. `experts` is as in
+    `rl.sampling.routes_fault`; None refuses routes.
     """
     if len(batch) == 0:
         raise ValueError("batch is empty; it must hold at least one Datum")
@@ -154,6 +157,18 @@ def validate_batch(
             raise ValueError(f"batch[{i}].temperature is {datum.temperature}; it must be finite and above 0")
         if datum.kept is not None and (fault := datum.kept.fault(datum.loss_inputs["target_tokens"], vocab_size)):
             raise ValueError(f"batch[{i}].kept {fault}")
+        _check_routes(f"batch[{i}]", datum, batch[0], experts)
+
+
+def _check_routes(name: str, datum: Datum, first: Datum, experts: tuple[int, int, int] | None) -> None:
+    if (datum.routes is None) != (first.routes is None):
+        raise ValueError(f"{name} and batch[0] differ in having routes; all datums of a batch must have them, or none")
+    if datum.routes is None:
+        return
+    if experts is None:
+        raise ValueError(f"{name}.routes is given, and the layers of this trainer's model have no experts to choose")
+    if fault := routes_fault(datum.routes, len(datum.tokens), experts):
+        raise ValueError(f"{name}.routes {fault}")
 
 
 def _check_array(field: str, array: NDArray[Any], *, integer: bool) -> None:

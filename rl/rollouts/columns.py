@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from numpy.typing import DTypeLike
 
 from rl.images import PlacedImage, TokensWithImages, images_of
-from rl.sampling import KeptSets
+from rl.sampling import KeptSets, Routes
 from rl.types import Completion, Group, Rollout, Turn
 
 _TOKENS, _LOGPROBS = pa.list_(pa.int32()), pa.list_(pa.float32())
@@ -36,6 +36,8 @@ _TURN = pa.struct(
         ("versions", _TOKENS),
         ("temperature", pa.float64()),
         ("kept", pa.list_(_TOKENS)),
+        ("routes", pa.large_binary()),
+        ("routes_shape", _TOKENS),
         ("prompt_logprobs", _LOGPROBS),
     ]
 )
@@ -184,6 +186,8 @@ def _turns(turns: Sequence[Turn]) -> pa.StructArray:
         "versions": _numbers([completion.versions for completion in completions], np.int32),
         "temperature": pa.array([float(completion.temperature) for completion in completions], pa.float64()),
         "kept": _sets([completion.kept for completion in completions]),
+        "routes": pa.array([_bytes(completion.routes) for completion in completions], pa.large_binary()),
+        "routes_shape": _numbers([_shape(completion.routes) for completion in completions], np.int32),
         "prompt_logprobs": _numbers(of_prompts, np.float32),
     }
     return pa.StructArray.from_arrays([columns[field.name] for field in _TURN], fields=list(_TURN))
@@ -194,7 +198,8 @@ def _played(turns: pa.StructArray) -> list[Turn]:
         *(turns.field(name).to_pylist() for name in ("prompt", "text", "finish_reason", "temperature")), strict=True
     )
     names = ("prompt_tokens", "tokens", "logprobs", "versions", "prompt_logprobs")
-    numbers = zip(*(_tuples(turns.field(name)) for name in names), _kept(turns.field("kept")), strict=True)
+    arrays = _kept(turns.field("kept")), _routes(turns.field("routes"), turns.field("routes_shape"))
+    numbers = zip(*(_tuples(turns.field(name)) for name in names), *arrays, strict=True)
     return [
         Turn(
             prompt_tokens=prompt_tokens or (),
@@ -206,13 +211,20 @@ def _played(turns: pa.StructArray) -> list[Turn]:
                 finish_reason=reason,
                 temperature=temperature,
                 kept=kept,
+                routes=routes,
                 prompt_logprobs=of_prompt,
             ),
             prompt=prompt,
         )
-        for (prompt, text, reason, temperature), (prompt_tokens, tokens, logprobs, versions, of_prompt, kept) in zip(
-            values, numbers, strict=True
-        )
+        for (prompt, text, reason, temperature), (
+            prompt_tokens,
+            tokens,
+            logprobs,
+            versions,
+            of_prompt,
+            kept,
+            routes,
+        ) in zip(values, numbers, strict=True)
     ]
 
 
@@ -282,6 +294,28 @@ def _kept(lists: pa.ListArray) -> list[KeptSets | None]:
     every = KeptSets(ids, words.offsets.to_numpy().astype(np.int64))
     parts = (every.part(start, stop) for start, stop in itertools.pairwise(offsets))
     return [kept.compact() if there else None for kept, there in zip(parts, valid, strict=True)]
+
+
+def _bytes(routes: Routes | None) -> bytes | None:
+    return None if routes is None else routes.prompt.tobytes() + routes.sampled.tobytes()
+
+
+def _shape(routes: Routes | None) -> tuple[int, ...] | None:
+    """Tokens of the prompt, and sampled ones; layers, experts of a token, bytes of an expert."""
+    return None if routes is None else (len(routes.prompt), *routes.sampled.shape, routes.sampled.itemsize)
+
+
+def _routes(every: pa.LargeBinaryArray, shapes: pa.ListArray) -> list[Routes | None]:
+    """What `_bytes` and `_shape` were made of."""
+    found: list[Routes | None] = []
+    for experts, shape in zip(every.to_pylist(), _tuples(shapes), strict=True):
+        if shape is None:
+            found.append(None)
+            continue
+        num_prompt, _, *layers, itemsize = shape
+        ids = np.frombuffer(experts, np.uint8 if itemsize == 1 else np.uint16).reshape(-1, *layers)
+        found.append(Routes(ids[:num_prompt], ids[num_prompt:]))
+    return found
 
 
 def _tuples(lists: pa.ListArray) -> list[tuple[Any, ...] | None]:

@@ -21,7 +21,7 @@ from rl.images import images_of, join_tokens
 from rl.protocols import Done, Episode, Generator, Observation, Problem, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, EnvironmentFailedError, call_environment
 from rl.rollouts.rendering import ChatTemplateError, Renderer, prompt_text
-from rl.sampling import KeptSets
+from rl.sampling import Ids, KeptSets
 from rl.types import Answer, Completion, Datum, Group, Rollout, SamplingParams, Turn, open_reasoning
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -248,6 +248,20 @@ def group_to_data(
     ]
 
 
+async def groups_to_data(
+    groups: Sequence[Group],
+    advantage: Callable[..., NDArray[np.float64]],
+    *,
+    keep: Callable[[Rollout], bool] = lambda _rollout: True,
+) -> list[Datum]:
+    """`group_to_data` of all groups, in order. Other tasks run between two groups, however many tokens they have."""
+    batch: list[Datum] = []
+    for group in groups:
+        batch += group_to_data(group, advantage, keep=keep)
+        await asyncio.sleep(0)
+    return batch
+
+
 def with_tokens(groups: Sequence[Group]) -> list[Rollout]:
     """The rollouts of all groups, in order, without those in which the model sampled no token."""
     return [rollout for group in groups for rollout in group.rollouts if rollout.num_sampled_tokens]
@@ -305,6 +319,7 @@ def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) 
         },
         temperature=temperatures.pop(),
         kept=None if kept is None else kept.part(1, len(tokens)),
+        routes=_routes(rollout),
         images=images_of(whole),
     )
 
@@ -323,6 +338,20 @@ def _kept(rollout: Rollout) -> KeptSets | None:
     if all(turn.completion.kept is None for turn in rollout.turns):
         return None
     return KeptSets.joined(parts)
+
+
+def _routes(rollout: Rollout) -> Ids | None:
+    """The experts of all tokens but the last; None if the generator returned none.
+
+    A turn's generator was the first to compute the turn's prompt and, before it, the last token of the turn before.
+    """
+    parts: list[Ids] = []
+    for turn in rollout.turns:
+        if (routes := turn.completion.routes) is None:
+            return None
+        new = len(turn.prompt_tokens) + bool(parts)
+        parts += [routes.prompt[len(routes.prompt) - new :], routes.sampled]
+    return np.concatenate(parts)
 
 
 def with_inputs(batch: Sequence[Datum], **inputs: Sequence[NDArray[Any]]) -> list[Datum]:

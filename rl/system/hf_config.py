@@ -272,6 +272,12 @@ def num_experts(config: Mapping[str, Any]) -> int:
     return int(found) if found > 1 else 0
 
 
+def experts_of(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """Layers, experts of a token, and experts to choose from, by the settings of a mixture; None for a dense model."""
+    count = num_experts(config)
+    return (config["num_hidden_layers"], config.get("num_experts_per_tok") or 0, count) if count else None
+
+
 def trained_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights that are trained and served, by the model directory's files and settings.
 

@@ -21,7 +21,14 @@ from typing import Any
 
 from controller.runs.folder import CONFIG_FILE, HOST_FILE, METRICS, ROLLOUTS, RunFolder, state_of
 from controller.runs.metric_rows import thinned_metrics
-from controller.runs.report.samples import Decode, TokenSamples, decoder_of, evaluation_samples, mismatch_samples
+from controller.runs.report.samples import (
+    Decode,
+    TokenSamples,
+    decoder_of,
+    evaluation_samples,
+    mismatch_samples,
+    session_trees,
+)
 from controller.runs.report.warnings_in_words import warnings_of
 from rl.system.disk import RecordingError, read_json, to_json, write_json, write_whole
 from rl.system.hardware import describe_host, describe_software, hand_back_garbage
@@ -98,6 +105,7 @@ def report_contents(run: Path, decode: Decode | None = None, command: str = "") 
         "timeline": _timeline(run / TIMELINE, steps),
         "evaluations": evaluation_samples(run / ROLLOUTS, decode),
         "mismatch": mismatch_samples(run, decode),
+        "sessions": session_trees(run),
     }
 
 

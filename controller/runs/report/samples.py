@@ -1,4 +1,4 @@
-"""The texts of a report: answers of each evaluation side by side, and training answers with both sides' log-probs."""
+"""The texts of a report: answers of each evaluation, training answers with both sides' log-probs, trees of sessions."""
 
 import base64
 import json
@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 
-from controller.runs.folder import CONFIG_FILE
+from controller.runs.folder import CONFIG_FILE, SESSIONS
 from controller.runs.models import resolve_model
 from controller.runs.recording import recorded_files
 from rl.images import images_of
-from rl.rollouts.columns import read_groups
+from rl.rollouts.columns import read_groups, table_to_groups
 from rl.system.disk import read_json, write_whole
 from rl.types import Datum, ForwardBackwardOutput, Rollout
 
@@ -27,6 +28,9 @@ _MAX_TOKENS = 400
 _MAX_PICTURE_BYTES = 200_000
 _MAX_STEPS = 6
 _PER_STEP = 3
+_MAX_SESSIONS = 3
+_MAX_CALLS = 60
+_MAX_CHARACTERS = 4000  # of one message
 _CONTEXT = 4  # tokens before a token, with which it is decoded: alone, its leading blank may be lost
 
 
@@ -106,6 +110,44 @@ class TokenSamples:
     def write(self) -> None:
         """Writes the file. Raises `RecordingError`."""
         write_whole(self.file, json.dumps(self._samples).encode())
+
+
+def session_trees(run: Path) -> list[dict[str, Any]]:
+    """A few sessions of the latest step: the best, the worst, and the one with most branches. Empty without sessions.
+
+    Each has its calls in order, with the index of the call that it continues.
+    """
+    files = recorded_files(run / SESSIONS, "step")
+    if not files:
+        return []
+    _, step, file = files[-1]
+    table = pq.read_table(file)
+    rows = table.drop_columns(["turns"]).to_pylist()
+    played = [rollout for group in table_to_groups(table) for rollout in group.rollouts]
+    by_reward = sorted(range(len(rows)), key=lambda index: rows[index]["reward"])
+    widest = max(by_reward, key=lambda index: rows[index]["parent"].count(None) + _num_forks(rows[index]["parent"]))
+    chosen = [*dict.fromkeys((by_reward[-1], by_reward[0], widest))][:_MAX_SESSIONS]
+    return [{"step": step, **_session(rows[index], played[index])} for index in chosen]
+
+
+def _num_forks(parents: Sequence[int | None]) -> int:
+    return len([parent for parent in parents if parent is not None]) - len({*parents} - {None})
+
+
+def _session(row: Mapping[str, Any], played: Rollout) -> dict[str, Any]:
+    calls: list[dict[str, Any]] = []
+    for index, turn in enumerate(played.turns[:_MAX_CALLS]):
+        calls.append(
+            {
+                **{name: row[name][index] for name in ("parent", "how", "label", "trained")},
+                "read": turn.prompt[:_MAX_CHARACTERS],
+                "num_read": len(turn.prompt_tokens),
+                "said": turn.completion.text[:_MAX_CHARACTERS],
+                "num_said": len(turn.completion.tokens),
+            }
+        )
+    names = ("id", "prompt", "reward", "ended_by", "output")
+    return {**{name: row[name] for name in names}, "calls": calls, "num_calls": len(played.turns)}
 
 
 def read_token_samples(run: Path) -> list[dict[str, Any]]:

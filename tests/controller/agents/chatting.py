@@ -98,11 +98,11 @@ async def endpoint_over(
     limits: SessionLimits | None = None,
     tool_parser: str = "hermes",
     reasoning_parser: str = "",
-    ignore_eos: bool = False,
+    **more: Any,
 ) -> AsyncGenerator[AgentEndpoint]:
-    """An endpoint on this host."""
+    """An endpoint on this host. `more` are fields of `SamplingParams`."""
     generator: Any = EngineGenerator(engine)
-    sampling = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
+    sampling = SamplingParams(max_tokens=max_tokens, seed=seed, **more)
     parsers: Any = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
     async with agent_endpoint(generator, sampling, limits, **parsers) as endpoint:
         yield endpoint

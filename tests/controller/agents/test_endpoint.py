@@ -38,14 +38,18 @@ def test_a_request_belongs_to_the_session_of_its_key(chat_engine: GenerationEngi
             await asyncio.gather(ask(endpoint, one), ask(endpoint, two))
             in_path = openai.AsyncOpenAI(base_url=f"{endpoint.url}/s/{two.key}/v1", api_key="none", max_retries=0)
             await in_path.chat.completions.create(model="m", messages=ASK)
-            assert [len(one.calls), len(two.calls)] == [1, 2]
+            named = {"x-session-id": f"{two.key}.3"}  # as verifiers' client names its rollouts
+            await client_of(endpoint, "EMPTY").chat.completions.create(model="m", messages=ASK, extra_headers=named)
+            others = {"x-session-id": one.key}  # a key of its own comes first
+            await client_of(endpoint, two.key).chat.completions.create(model="m", messages=ASK, extra_headers=others)
+            assert [len(one.calls), len(two.calls)] == [1, 4]
             with pytest.raises(openai.AuthenticationError, match="no open session"):
                 await client_of(endpoint, one.key + "x").chat.completions.create(model="m", messages=ASK)
             await endpoint.end(one)
             with pytest.raises(openai.AuthenticationError):
                 await ask(endpoint, one)
             await ask(endpoint, two)
-            assert [len(one.calls), len(two.calls)] == [1, 3]
+            assert [len(one.calls), len(two.calls)] == [1, 5]
 
     run_paced(main())
 
@@ -188,8 +192,8 @@ def test_an_error_has_the_form_of_its_dialect(chat_engine: GenerationEngine) -> 
 def test_what_cannot_be_trained_or_served_is_refused() -> None:
     async def main() -> None:
         anything: Any = object()
-        with pytest.raises(ValueError, match=r"sampling.top_k is 5"):
-            await agent_endpoint(anything, SamplingParams(max_tokens=4, top_k=5)).__aenter__()
+        with pytest.raises(ValueError, match=r"sampling.temperature is 0"):
+            await agent_endpoint(anything, SamplingParams(max_tokens=4, temperature=0.0)).__aenter__()
         with pytest.raises(ValueError, match="launch"):
             await agent_endpoint(anything, SamplingParams(max_tokens=4)).__aenter__()
 

@@ -12,22 +12,46 @@ import psutil
 import pytest
 
 from controller.agents.open_session import SessionLimits
-from controller.agents.programs import AgentTask, Attempt, Command, Program, Reward, RewardFile, exit_code, run_agents
+from controller.agents.programs import (
+    AgentTask,
+    Attempt,
+    Command,
+    Program,
+    Reward,
+    RewardFile,
+    Scored,
+    exit_code,
+    run_agents,
+)
 from controller.agents.sessions import SessionGroup, session_to_data
 from generator.engine import GenerationEngine
 from tests.controller.agents.chatting import endpoint_over
 from tests.generator.running import run_paced
 
 pytestmark = [pytest.mark.vllm, pytest.mark.seconds]
-CHAT = """
+ASK = """
+import json, os, sys, urllib.request
+def ask(chat):
+    body = json.dumps({"model": "any", "messages": chat}).encode()
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+"""
+SDK_ASK = """
 import sys, openai
-client, chat = openai.OpenAI(max_retries=0), [{"role": "user", "content": open("question.txt").read()}]
+client = openai.OpenAI(max_retries=0)
+def ask(chat):
+    return client.chat.completions.create(model="any", messages=chat).choices[0].message.content
+"""
+THREE_TURNS = """
+chat = [{"role": "user", "content": open("question.txt").read()}]
 for turn in range(3):
-    said = client.chat.completions.create(model="any", messages=chat).choices[0].message.content
+    said = ask(chat)
     chat += [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
 open("answer.txt", "w").write(sys.argv[1])
 print(said)
 """
+CHAT, SDK_CHAT = ASK + THREE_TURNS, SDK_ASK + THREE_TURNS  # to import the SDK takes a second and a half
 
 
 def program(code: str, *more: str, **options: Any) -> Program:
@@ -63,7 +87,7 @@ def run(engine: GenerationEngine, made: Program, todo: list[AgentTask], reward: 
 @pytest.mark.parametrize("sandbox", ["local", "bubblewrap"])
 def test_a_program_that_knows_nothing_becomes_data(chat_engine: GenerationEngine, sandbox: str) -> None:
     try:
-        groups = run(chat_engine, program(CHAT, "{prompt}", sandbox=sandbox), tasks(2), num_samples=2, seed=5)
+        groups = run(chat_engine, program(SDK_CHAT, "{prompt}", sandbox=sandbox), tasks(2), num_samples=2, seed=5)
     except ValueError as error:
         pytest.skip(str(error)[:50])
     assert [group.task_id for group in groups] == ["0", "1"]
@@ -96,6 +120,17 @@ def test_rewards_come_from_status_commands_and_files(chat_engine: GenerationEngi
     assert [session.reward for session in group.sessions] == [0.0]
 
 
+def test_a_reward_may_say_more(chat_engine: GenerationEngine) -> None:
+    def scored(task: AgentTask, work: Path, attempt: Attempt) -> Scored:
+        del task, attempt
+        return Scored(reward=0.5, metrics={"port": float((work / "answer.txt").read_text()[-3] == "/")}, truncated=True)
+
+    (group,) = run(chat_engine, program(CHAT, "{base_url}"), tasks(), scored)
+    (session,) = group.sessions
+    assert (session.reward, session.metrics, session.ended_by) == (0.5, {"port": 1.0}, "own_limit")
+    assert group.as_group().rollouts[0].truncated
+
+
 def test_an_attempt_that_fails_costs_itself_alone(chat_engine: GenerationEngine) -> None:
     def picky(task: AgentTask, work: Path, attempt: Attempt) -> float:
         del work, attempt
@@ -111,19 +146,18 @@ def test_an_attempt_that_fails_costs_itself_alone(chat_engine: GenerationEngine)
     assert "no-such-program" in missing.failures[0]
 
 
-ENDLESS = """
-import openai, subprocess, sys
+ENDLESS = f"""{ASK}
+import subprocess
 subprocess.Popen([sys.executable, "-c", "import os, time; os.setsid(); time.sleep(601)"])
-client = openai.OpenAI(max_retries=0)
 while True:
-    client.chat.completions.create(model="any", messages=[{"role": "user", "content": "x"}])
+    ask([{{"role": "user", "content": "x"}}])
 """
 
 
 @pytest.mark.parametrize(
     ("code", "options", "limits", "ended_by"),
     [
-        (ENDLESS, {"time_limit_s": 6.0}, {"max_calls": 10**6, "max_sampled_tokens": 10**9}, "time_limit"),
+        (ENDLESS, {"time_limit_s": 4.0}, {"max_calls": 10**6, "max_sampled_tokens": 10**9}, "time_limit"),
         (ENDLESS.replace("while True:", "for _ in range(9):"), {}, {"max_calls": 3}, "call_limit"),
         (ENDLESS.replace("while True:", "for _ in range(9):"), {}, {"max_sampled_tokens": 20}, "token_limit"),
         (f"{ENDLESS}    import time; time.sleep(600)", {"idle_limit_s": 1.0}, {}, "idle_limit"),
@@ -152,7 +186,7 @@ def test_as_many_programs_run_at_once_as_are_allowed(chat_engine: GenerationEngi
         now -= 1
         return 1.0
 
-    groups = run(chat_engine, program(CHAT, "x"), tasks(4), counted, max_at_once=2)
+    groups = run(chat_engine, program(CHAT, "x", max_at_once=2), tasks(4), counted)
     assert len(groups) == 4
     assert most <= 2
 

@@ -1,10 +1,11 @@
 """Sessions as training data: every sampled token once, for the price of the tree.
 
-Covers: controller/agents/sessions.py, rl/data/packing.py
+Covers: controller/agents/sessions.py, controller/runs/report/samples.py, rl/data/packing.py
 """
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,17 @@ from controller.agents.sessions import (
     branches,
     kept_calls,
     last_branch,
+    record_sessions,
     session_metrics,
     session_to_data,
     sessions_to_data,
 )
+from controller.runs.folder import RunFolder
+from controller.runs.report.samples import session_trees
 from rl.advantages import group_mean_std
 from rl.data.packing import group_by_prefix
 from rl.losses import get_loss
+from rl.rollouts.columns import read_groups
 from rl.tiny_models import tiny_llama
 from rl.types import Datum
 from tests.controller.agents.made_sessions import branched, call, session
@@ -140,6 +145,32 @@ def test_a_group_of_sessions_has_its_advantages() -> None:
     assert [(rollout.reward, rollout.num_sampled_tokens) for rollout in rollouts] == [(0.0, 5), (1.0, 5)]
     metrics = session_metrics([group])
     assert (metrics["session_calls"], metrics["session_branches"], metrics["calls_root"]) == (8, 5, 3)
+
+
+def test_sessions_are_recorded_and_shown_as_trees(tmp_path: Path) -> None:
+    limited = replace(branched(1), reward=0.0, ended_by="call_limit", exit_code=3, output="late")
+    line = session(call(None, [5], [6], constrained=True), reward=0.5, name="line")
+    group = SessionGroup(task_id="t", prompt="do", sessions=(branched(), limited, line), failures=("it failed",))
+    folder = RunFolder(tmp_path / "run", {})
+    assert session_trees(folder.path) == []
+    record_sessions(folder, 3, [group])
+    folder.flush()
+    (read,) = read_groups(folder.path / "sessions" / "step-00003.parquet")
+    assert [rollout.turns for rollout in read.rollouts] == [
+        tuple(replace(each.turn, completion=_single(each)) for each in made.calls) for made in group.sessions
+    ]
+    assert (read.failures, [rollout.truncated for rollout in read.rollouts]) == (("it failed",), [False, True, False])
+    best, worst = session_trees(folder.path)
+    assert (best["reward"], worst["reward"], worst["ended_by"], worst["output"]) == (1.0, 0.0, "call_limit", "late")
+    assert [each["parent"] for each in best["calls"]] == [each.parent for each in branched().calls]
+    shown = {"parent": None, "how": "root", "label": "sub-agent", "trained": True, "read": "said", "said": ""}
+    assert best["calls"][3] == {**shown, "num_read": 9, "num_said": 3}
+
+
+def _single(made: ModelCall) -> Any:
+    """The completion with log-probs as they are recorded, of single precision."""
+    logprobs = np.array(made.turn.completion.logprobs, np.float32)
+    return replace(made.turn.completion, logprobs=tuple(logprobs.tolist()))
 
 
 def test_a_session_without_a_call_has_no_rollout() -> None:

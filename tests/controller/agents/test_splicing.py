@@ -36,7 +36,17 @@ THINKING = (  # drops the reasoning of all answers but the last
     "{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ENDS = {CHAT_TEMPLATE: "<|im_end|>", LLAMA: "<|eot|>", MISTRAL: "</s>", THINKING: "<|im_end|>"}
+ROLES = (  # as GLM's: the model ends its answer with the role that speaks next
+    "{% for m in messages %}{% if m.role == 'user' %}<|head|>{{ m.content }}"
+    "{% else %}<|im_start|><s></s>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|><s></s>{% endif %}"
+)
+CALLING = (  # as Gemma 4's: an answer ends with <|eot|>, and a call with the token that begins its result
+    "{% for m in messages %}{% if m.role == 'user' %}<|head|>{{ m.content }}{% elif m.role == 'tool' %}{{ m.content }}"
+    "{% elif m.tool_calls %}{{ m.tool_calls[0].function.name }}[INST]{% else %}{{ m.content }}{% endif %}"
+    "{% if not m.tool_calls %}<|eot|>{% endif %}{% endfor %}"
+)
+ENDS = {CHAT_TEMPLATE: "<|im_end|>", LLAMA: "<|eot|>", MISTRAL: "</s>", THINKING: "<|im_end|>", ROLES: "<|head|>"}
 
 
 class Chat:
@@ -79,7 +89,7 @@ def asked(content: str, role: str = "user") -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-@pytest.mark.parametrize("template", ENDS, ids=["chatml", "llama", "mistral", "thinking"])
+@pytest.mark.parametrize("template", ENDS, ids=["chatml", "llama", "mistral", "thinking", "roles"])
 @pytest.mark.parametrize("cut_off", [False, True])
 def test_a_turn_is_the_earlier_tokens_and_the_new_text(template: str, cut_off: bool) -> None:
     chat = Chat(template)
@@ -119,10 +129,29 @@ def test_a_template_that_drops_reasoning_begins_a_branch() -> None:
     assert (prompt.how, prompt.parent, prompt.num_earlier) == ("rewritten", None, 0)
 
 
-def test_a_template_without_end_tokens_is_never_spliced() -> None:
+@pytest.mark.parametrize("end", ["", "</s>"])
+def test_a_template_without_end_tokens_has_a_closing(end: str) -> None:
     chat = Chat(PLAIN)
-    call = chat.called([asked("x")], chat.letters("the"), said("the"))
-    assert chat.next([asked("x"), said("the"), asked("y")], call).how == "rewritten"
+    call = chat.called([asked("x")], [*chat.letters("the"), *chat.encode(end)], said("the"))
+    prompt = chat.next([asked("x"), said("the"), asked("y")], call)
+    assert prompt.how == "spliced"
+    assert chat.tokenizer.decode(prompt.tokens[prompt.num_earlier :]) == "\nuser: y\nassistant: "
+
+
+def test_an_answer_that_closes_in_another_way_needs_its_own_end() -> None:
+    chat = Chat(CALLING, "[INST]")
+    answer = said("", tool_calls=[{"function": {"name": "the", "arguments": "{}"}}])
+    conversation = [asked("x"), answer, asked("y", role="tool")]
+    ended = chat.called([asked("x")], [*chat.letters("the"), *chat.encode("[INST]")], answer)
+    prompt = chat.next(conversation, ended)
+    assert (prompt.how, chat.tokenizer.decode(prompt.tokens[prompt.num_earlier :])) == ("spliced", "y<|eot|>")
+    assert chat.next(conversation, chat.called([asked("x")], chat.letters("the"), answer)).how == "rewritten"
+
+
+def test_a_template_that_refuses_a_part_begins_a_branch() -> None:
+    chat = Chat("{{ messages[2].content }}" + LLAMA)
+    first = EarlierCall(None, np.array([5, 6], np.int32), digests([asked("x"), said("the")], None)[-1])
+    assert chat.next([asked("x"), said("the"), asked("y")], first).how == "rewritten"
 
 
 def test_edited_history_is_another_branch() -> None:

@@ -31,7 +31,7 @@ from tests.waiting import LIMIT_S
 # Modules of rl/envs without environment.
 MODULES = {"calculator", "check", "math_answers", "math_process", "procedural"}
 # These need an optional package, a server or other environments, and have tests of their own.
-ELSEWHERE = {"mixture", "verifiers_env", "math_problems", "judged", "reward_model", "tools", "mcp_server"}
+ELSEWHERE = {"mixture", "math_problems", "judged", "reward_model", "tools", "mcp_server"}
 
 
 def _jsonl(folder: Path) -> JsonlReward:

@@ -30,7 +30,11 @@ class Fsdp2Engine(TorchEngine):
         torch.manual_seed(config.seed)
         init_process_group(config, device)
         self._policy = TransformersPolicy(
-            config.model, config.head, DTYPES[config.compute_dtype], train_vision=config.train_vision
+            config.model,
+            config.head,
+            DTYPES[config.compute_dtype],
+            config.head_dtype,
+            train_vision=config.train_vision,
         )
         if config.activation_checkpointing == "full":
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})

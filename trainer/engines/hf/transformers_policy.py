@@ -22,7 +22,7 @@ from rl.data.packing import PackedRow
 from rl.images import PlacedImage
 from rl.lora import ATTENTION_MODULES, FURTHER_ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
 from rl.system.hf_config import VisionParts, find_family, num_experts, read_config, trained_shapes
-from rl.types import Head
+from rl.types import Head, HeadDtype
 from trainer.engines.hf import document_kernel
 from trainer.engines.hf.document_kernel import Bounds
 from trainer.engines.pytorch.distribution import Distribution
@@ -52,7 +52,15 @@ class Hidden(Protocol):
 class TransformersPolicy(nn.Module):
     """Holds the model. FSDP wraps this module, so that each computation is one forward pass of FSDP's root module."""
 
-    def __init__(self, path: Path, head: Head, compute_dtype: torch.dtype, *, train_vision: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        head: Head,
+        compute_dtype: torch.dtype,
+        head_dtype: HeadDtype | None = None,
+        *,
+        train_vision: bool = False,
+    ) -> None:
         """Builds the model of a directory in float32: parameters on the meta device, buffers on the CPU.
 
         A value head, named `score`, replaces the output projection. Without `train_vision`, the parameters that read
@@ -62,8 +70,7 @@ class TransformersPolicy(nn.Module):
         not fit this engine.
         """
         super().__init__()
-        self._has_values = head == "value"
-        self._dtype = compute_dtype
+        self._has_values, self._dtype, self._head_dtype = head == "value", compute_dtype, head_dtype
         self._by_documents = False
         self._run: Callable[[Callable[[Any], Any]], Any] = self.__call__
         family = find_family(read_config(path))
@@ -87,19 +94,20 @@ class TransformersPolicy(nn.Module):
         if family is not None and family.prepare:
             resolve_name(family.prepare)(self.model)
         self._stored = trained_shapes(path).keys()
-        self._logit_factor = _logit_factor(text)
-        self._logit_cap: float | None = getattr(text, "final_logit_softcapping", None)
+        self._logit_factor, self._logit_cap = _logit_factor(text), getattr(text, "final_logit_softcapping", None)
         if "position_ids" not in inspect.signature(self.model.base_model.forward).parameters:
             raise ValueError(f"{self._name} takes no positions, so documents cannot be packed")
         projection = self.model.get_output_embeddings()
         if not isinstance(projection, nn.Linear) or "bias" in dict(projection.named_parameters()):
             raise ValueError(f"{self._name} ends in {projection}; a linear projection without a bias is needed")
         if self._has_values:
-            parent, _, name = next(n for n, module in self.model.named_modules() if module is projection).rpartition(
-                "."
-            )
-            delattr(self.model.get_submodule(parent), name)
-            self.model.score = nn.Linear(projection.in_features, 1, bias=False, device="meta")
+            self._replace_by_value_head(projection)
+
+    def _replace_by_value_head(self, projection: nn.Linear) -> None:
+        path = next(name for name, module in self.model.named_modules() if module is projection)
+        parent, _, name = path.rpartition(".")
+        delattr(self.model.get_submodule(parent), name)
+        self.model.score = nn.Linear(projection.in_features, 1, bias=False, device="meta")
 
     def _read_images_by(self, vision: VisionParts | None, train_vision: bool) -> None:
         self._hidden: Hidden = resolve_name(vision.hidden) if vision else _hidden
@@ -196,7 +204,7 @@ class TransformersPolicy(nn.Module):
         tokens, positions = to_tensor(row.tokens, device)[None], to_tensor(row.positions, device)[None]
         bounds = self._bounds([each.num_tokens for each in row.documents], device)
         scored, targets = to_tensor(row.scored, device), to_tensor(row.targets, device)
-        distribution = Distribution.of_row(row, device)
+        distribution = Distribution.of_row(row, device, self._head_dtype)
 
         def compute(model: Any) -> tuple[Tensor, Tensor | None]:
             hidden = self._hidden(model, tokens, positions, bounds, row.images)[0].index_select(0, scored)
