@@ -4,8 +4,8 @@
 
 Steps of 0.5, 2 and 8 million sampled tokens go through the real code: rollouts, datums, the checks and the plan of a
 batch, metrics and the recording. Answers arrive as pickled bytes, and batches leave as such, as they do through
-Monarch. `us_per_token` is CPU time of the event loop's thread a token, for the largest step; `growth` is the largest
-step's over the smallest one's. A task that wakes every millisecond says how long the loop was blocked: `blocked_ms` is
+Monarch. `us_per_token` is CPU time of the process a token, for the largest step; `growth` is the largest step's over
+the smallest one's. A task that wakes every millisecond says how long the loop was blocked: `blocked_ms` is
 the longest time in which the loop's own thread ran without it, so that other processes on the cores do not count.
 """
 
@@ -14,8 +14,9 @@ import io
 import pickle
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +28,12 @@ from controller.handles.trainer_handle import TrainerHandle
 from controller.handles.trainer_mesh import TrainerMesh
 from controller.handles.version_records import VersionRecords
 from controller.processes.mesh import Mesh
+from controller.processes.rank import unpickled
 from controller.runs import Console, LoopConfig, Run, RunFolder
 from rl.advantages import group_mean_std
 from rl.algorithms.metrics import num_completion_tokens
 from rl.protocols import Done, Episode
-from rl.rollouts.episodes import group_to_data, rollout_groups
+from rl.rollouts.episodes import groups_to_data, rollout_groups
 from rl.rollouts.rendering import Renderer
 from rl.tiny_models import VOCAB_SIZE, tiny_llama
 from rl.types import AdamParams, Completion, Datum, ForwardBackwardOutput, Group, OptimStepOutput, SamplingParams
@@ -76,39 +78,48 @@ class CannedGenerator:
             for _ in range(GROUP_SIZE)
         ]
         self._answer = pickle.dumps(completions)
+        self._reading = asyncio.Lock()
 
     async def generate(self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1) -> Any:
         """See `rl.protocols.Generator`."""
         del prompt_tokens, sampling
-        await asyncio.sleep(0)
-        return pickle.loads(self._answer)[:num_samples]
+        async with self._reading:  # as one task reads all answers of a process, one after the other
+            await asyncio.sleep(0)
+            return pickle.loads(self._answer)[:num_samples]
 
 
 class CannedRank:
     """A trainer's rank that takes batches as bytes and answers with log-probs of the right shape."""
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(call_one=lambda *arguments: self._answer(name, pickle.dumps(arguments), arguments))
+        packed = partial(self._packed, name)
+        return SimpleNamespace(call_one=lambda *arguments: packed(*arguments)(), packed=packed)
+
+    def _packed(self, name: str, *arguments: Any) -> Callable[[], Awaitable[Any]]:
+        return partial(self._answer, name, pickle.dumps(arguments), arguments)
 
     async def _answer(self, name: str, sent: bytes, arguments: tuple[Any, ...]) -> Any:
         assert sent
-        await asyncio.sleep(0)
         if name == "optim_step":
             return OptimStepOutput(policy_version=1, learning_rate=1e-5, grad_norm=1.0, skipped=False)
-        datums: list[Datum] = [datum for microbatch in arguments[1] for datum in microbatch]
+        return await unpickled(await asyncio.to_thread(self._output, arguments[1]))
+
+    def _output(self, microbatches: Sequence[Sequence[Datum]]) -> bytes:
+        """The work of a rank's own process."""
+        datums = [datum for microbatch in microbatches for datum in microbatch]
         output = ForwardBackwardOutput(
             logprobs=tuple(datum.loss_inputs["logprobs"] for datum in datums),
             entropy=None,
             metrics={"loss": 1.0, "num_loss_tokens": float(sum(datum.weights.sum() for datum in datums))},
         )
-        return pickle.loads(pickle.dumps(output))
+        return pickle.dumps(output)
 
 
 class CannedMesh(Mesh):
     """One such rank, without processes."""
 
     def __init__(self) -> None:
-        super().__init__("trainer", None, None, (), ())
+        super().__init__("trainer", None, None, (), (Path("trainer-0.log"),))
         self._rank = CannedRank()
 
     def rank(self, index: int) -> Any:
@@ -119,7 +130,7 @@ class CannedMesh(Mesh):
 
 @dataclass(slots=True)
 class Cost:
-    """What a step cost the thread of the event loop."""
+    """What a step cost the controller."""
 
     num_tokens: int
     phases: dict[str, float]
@@ -154,19 +165,19 @@ async def cost_of_a_step(run: Run, handle: TrainerHandle, renderer: Renderer, nu
     generator: Any = CannedGenerator(length)
     heart, phases, clock = Heartbeat(), dict[str, float](), run.begin_step(1)
     beating = asyncio.create_task(heart.beat())
-    start = time.thread_time()
+    start = time.process_time()
 
     def lap(name: str) -> None:
         nonlocal start
-        phases[name] = time.thread_time() - start
-        start = time.thread_time()
+        phases[name] = time.process_time() - start
+        start = time.process_time()
 
     with clock("generate"):
         groups: list[Group] = await rollout_groups(
             generator, renderer, problems, SamplingParams(max_tokens=length), GROUP_SIZE
         )
     lap("rollouts")
-    batch = [datum for group in groups for datum in group_to_data(group, group_mean_std)]
+    batch = await groups_to_data(groups, group_mean_std)
     lap("datums")
     with clock("forward_backward"):
         output = await handle.forward_backward(batch, "importance_sampling")

@@ -107,6 +107,10 @@ async def _to_one(trainer: "Mesh", reader: "Mesh", address: str, rounds: int) ->
         torchstore = time.perf_counter() - begin
         for name, value in {"tcp": tcp, "push": push, "pull": pull, "bytes": sent, "torchstore": torchstore}.items():
             seconds[name].append(value)
+    for version in range(rounds + 1, 2 * rounds + 2):
+        push, _, sent = await _update(trainer, [reader], version, share=0.01)
+        seconds["push_1_percent"].append(push)
+        seconds["bytes_1_percent"].append(sent)
     return {name: values[1:] for name, values in seconds.items()}
 
 
@@ -115,12 +119,17 @@ async def _to_all(trainer: "Mesh", readers: "Sequence[Mesh]", rounds: int) -> di
     return dict(zip(("push", "pull", "bytes"), map(list, zip(*updates, strict=True)), strict=True))
 
 
-async def _update(trainer: "Mesh", readers: "Sequence[Mesh]", version: int) -> tuple[float, float, float]:
-    """A push, and a pull on every host. Returns the seconds of both, and the bytes that the trainer's host has sent.
+async def _update(
+    trainer: "Mesh", readers: "Sequence[Mesh]", version: int, share: float = 1.0
+) -> tuple[float, float, float]:
+    """A push of weights of which a share has changed, and a pull on every host.
+
+    Returns the seconds of both, and the bytes that the trainer's host has sent.
 
     Raises AssertionError if what arrived is not what was pushed.
     """
     sender = trainer.rank(0)
+    await trainer.answer(sender.change.call_one(share), "change")
     before = await trainer.answer(sender.bytes_sent.call_one(), "bytes_sent")
     begin = time.perf_counter()
     record = await trainer.answer(sender.publish.call_one(version), "publish")

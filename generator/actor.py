@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from pkgutil import resolve_name
 
 import torch
 import torchstore
@@ -13,6 +14,7 @@ from generator.openai_calls import OpenAICall, OpenAIRequests
 from rl.lora import LivePolicy, Policy
 from rl.system.disk import OwnedFolder
 from rl.system.hardware import Heap, import_for_good, without_garbage_collection
+from rl.system.hf_config import read_config, vision_of
 from rl.types import Completion, PullMode, SamplingParams
 from rl.weights.versions import VersionRecord, WeightsError, find_record
 
@@ -26,6 +28,9 @@ class VLLMGenerator(Actor):
         Versions are pulled from the TorchStore that is named `store_name`.
         """
         self._temporary = OwnedFolder("ownloop-generator-")  # vLLM leaves a file behind
+        model = read_config(config.model)
+        if (vision := vision_of(model)) is not None:
+            resolve_name(vision.prepare_process)(model["architectures"][0])
         # Imported here, because the controller imports this module too and vLLM takes seconds to import.
         import_for_good("generator.engine")
         from generator.engine import GenerationEngine

@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rl.checks import check_at_least, check_gpus
+from rl.images import TokensWithImages, images_of
 from rl.lora import LivePolicy, Policy
 from rl.system.deadlines import Deadlines
 from rl.system.hf_config import (
     find_family,
     is_tied,
     longest_context,
+    num_experts,
     proven_architectures,
     read_config,
     rope_parameters,
+    vision_of,
 )
 from rl.system.model_files import check_head, check_no_stray_weights
-from rl.types import Placement, SamplingParams, WeightTransport
+from rl.types import HeadDtype, Placement, SamplingParams, WeightTransport
 from rl.weights.transport import TRANSPORT_CHOICES
 
 GeneratorDtype = Literal["bfloat16", "float16", "float32"]
@@ -38,6 +41,7 @@ _OWN_FIELDS = {
     "max_loras": "lora.max_adapters",
     "max_cpu_loras": "lora.max_loaded",
     "return_sampling_mask": "kept_sets",
+    "enable_return_routed_experts": "routes",
 }
 _FIXED = ("distributed_executor_backend", "logprobs_mode", "pipeline_parallel_size", "data_parallel_size")
 _REFUSED = {
@@ -82,6 +86,9 @@ class GeneratorConfig:
     out, because a loop sets it to its own model."""
     dtype: GeneratorDtype = "bfloat16"
     """Dtype of weights and activations. The trainer casts its weights to it when it pushes."""
+    head_dtype: HeadDtype | None = None
+    """Dtype of the logits' product, as `TrainerConfig.head_dtype`. "float32" widens hidden states and output projection
+    of `dtype`, on the CPU at every step. None: `dtype`."""
     tensor_parallel: int = 1
     """Ranks that share every matrix product; must divide the attention heads."""
     weight_transport: WeightTransport = "auto"
@@ -114,7 +121,9 @@ class GeneratorConfig:
     """How long calls, and steps of the engine, may take before the replica counts as hung."""
     kept_sets: bool = False
     """Whether GPUs return the words that a cut (top-k, top-p, min-p) has left for every token. A loop sets it if its
-    sampling cuts; a CPU returns them in any case. GPUs then take adapters no longer, and greedy log-probs are 0."""
+    sampling cuts; a CPU returns them in any case. Greedy log-probs of GPUs are then 0."""
+    routes: bool = False
+    """Whether completions of a mixture have the experts that its layers chose. A loop sets it by its own `routes`."""
     lora: LoRALimits | None = None
     """Room for adapters (LoRA). None: this generator serves only the model itself."""
     engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -124,6 +133,8 @@ class GeneratorConfig:
         """Raises ValueError naming the field, the value and what is accepted."""
         if self.dtype not in get_args(GeneratorDtype):
             raise ValueError(f"GeneratorConfig.dtype is {self.dtype!r}; it must be one of {get_args(GeneratorDtype)}")
+        if self.head_dtype not in (accepted := (None, *get_args(HeadDtype))):
+            raise ValueError(f"GeneratorConfig.head_dtype is {self.head_dtype!r}; it must be one of {accepted}")
         if self.weight_transport not in TRANSPORT_CHOICES:
             raise ValueError(
                 f"GeneratorConfig.weight_transport is {self.weight_transport!r}; it must be one of {TRANSPORT_CHOICES}"
@@ -177,10 +188,23 @@ class GeneratorConfig:
                 f"GeneratorConfig.tensor_parallel is {self.tensor_parallel}; this model has {heads} attention heads and"
                 f" {kv_heads} key-value heads, which can be split over {', '.join(map(str, accepted))} ranks"
             )
+        self._check_routes(model, {} if family is None else family.engine_args)
         longest = longest_context(model)
         if self.max_model_len > longest:
             raise ValueError(
                 f"GeneratorConfig.max_model_len is {self.max_model_len}; this model's context is {longest}"
+            )
+
+    def _check_routes(self, model: Mapping[str, Any], family_args: Mapping[str, Any]) -> None:
+        """Raises ValueError if vLLM cannot return the experts of this model's layers."""
+        if not self.routes:
+            return
+        if not num_experts(model):
+            raise ValueError(f"GeneratorConfig.routes is True and {self.model} is no mixture of experts; set it False")
+        if not {**family_args, **self.engine_args}.get("enable_prefix_caching", True):
+            raise ValueError(
+                "GeneratorConfig.routes is True and enable_prefix_caching False; vLLM keeps routes by blocks of its "
+                "prefix cache, so one of the two must change"
             )
 
 
@@ -203,7 +227,10 @@ def check_request(
         start = prompt_tokens[:20]
         raise ValueError(f"prompt_tokens starts with {start!r}; it must be token ids, which are integers") from None
     check_length(len(tokens), sampling.max_tokens, config, scores_prompt=sampling.scores_prompt)
-    return tokens
+    images = images_of(prompt_tokens)
+    if images and vision_of(read_config(config.model)) is None:
+        raise ValueError(f"the prompt has {len(images)} images; {config.model} is a model of text")
+    return TokensWithImages(tokens, images) if images else tokens
 
 
 def check_length(num_prompt_tokens: int, max_tokens: int, config: GeneratorConfig, *, scores_prompt: bool) -> None:
@@ -261,6 +288,10 @@ def check_pull(policy: LivePolicy, config: GeneratorConfig, *, frozen: bool) -> 
 
 def _check_engine_args(engine_args: Mapping[str, Any]) -> None:
     known = _engine_arg_names()
+    if "head_dtype" in (engine_args.get("hf_overrides") or {}):
+        raise ValueError(
+            "GeneratorConfig.engine_args['hf_overrides'] has 'head_dtype'; set GeneratorConfig.head_dtype instead"
+        )
     for name in engine_args:
         if name in _OWN_FIELDS:
             raise ValueError(f"GeneratorConfig.engine_args[{name!r}]: set GeneratorConfig.{_OWN_FIELDS[name]} instead")

@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from rl.lora import Policy
 from rl.rollouts.tokenizer import said_tokens, special_tokens, text_of
-from rl.sampling import KeptSets
+from rl.sampling import KeptSets, Routes
 from rl.types import Completion, SamplingParams
 
 
@@ -108,6 +108,14 @@ def to_vllm(sampling: SamplingParams, num_samples: int, tokenizer: Any) -> vllm.
     )
 
 
+def to_completions(output: RequestOutput, tokenizer: Any) -> list[Completion]:
+    """Converts a finished request. All its samples have the prompt's routes of the first one, as one array."""
+    first, *others = [to_completion(each, tokenizer, output.prompt_logprobs) for each in output.outputs]
+    if (routes := first.routes) is None:
+        return [first, *others]
+    return [first, *(replace(each, routes=replace(each.routes or routes, prompt=routes.prompt)) for each in others)]
+
+
 def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any) -> Completion:
     """Converts a finished sample. `prompt_logprobs` are the flat ones of vLLM's request output, or None.
 
@@ -124,6 +132,7 @@ def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any
         versions=tuple(int(span.version) for span in sample.weight_versions for _ in range(span.start, span.end)),
         text="" if tokenizer is None else _text(sample, tokenizer),
         finish_reason=sample.finish_reason,
+        routes=None if sample.routed_experts is None else _routes(sample.routed_experts, len(tokens) - 1),
         kept=None if sample.sampling_mask is None else kept_sets(sample.sampling_mask.token_ids),
         prompt_logprobs=None if prompt_logprobs is None else _of_prompt(prompt_logprobs),
         topk_prompt_logprobs=None if prompt_logprobs is None else _most_probable(prompt_logprobs),
@@ -135,6 +144,12 @@ def kept_sets(steps: Sequence[Any]) -> KeptSets | None:
     ids = np.concatenate([step.token_ids for step in steps])
     counts = [n for step in steps for n in ([len(step.token_ids)] if step.offsets is None else np.diff(step.offsets))]
     return KeptSets(ids, np.cumsum([0, *counts], dtype=np.int64)).compact() if len(ids) else None
+
+
+def _routes(experts: Any, num_sampled: int) -> Routes:
+    """The experts [tokens, layers, k] of a prompt and of the sampled tokens but the last, in two arrays."""
+    since = len(experts) - num_sampled
+    return Routes(experts[:since], experts[since:].copy())  # a view would keep a second copy of the prompt's
 
 
 def _text(sample: CompletionOutput, tokenizer: Any) -> str:

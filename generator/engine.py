@@ -15,9 +15,10 @@ import itertools
 import secrets
 import threading
 import traceback
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any
 
 import vllm
@@ -30,7 +31,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from generator._compat import patch_masks
 from generator.config import GeneratorConfig, check_length, check_policy, check_pull, check_request
-from generator.conversion import ServedPolicy, bounded, to_completion, to_vllm
+from generator.conversion import ServedPolicy, bounded, to_completions, to_vllm
 from generator.cpu.patches import patch_cpu
 from generator.cpu.sampler import return_kept_sets
 from generator.engine_calls import (
@@ -51,7 +52,9 @@ from generator.engine_calls import (
 from generator.options import engine_options
 from generator.updates import WeightUpdates
 from rl.checks import check_known
+from rl.images import images_of, join_tokens
 from rl.lora import Policy
+from rl.system.hf_config import read_config, vision_of
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
 from rl.weights.transport import Feed
 from rl.weights.versions import Store, VersionRecord, WeightsError
@@ -137,7 +140,13 @@ class GenerationEngine:
         check_policy(policy, self._config)
         if params.seed is None:
             params.seed = secrets.randbits(31)
-        return self._calls.stream(Stream(self._next_id(), tuple(prompt_tokens), params, policy))
+        return self._calls.stream(Stream(self._next_id(), join_tokens(prompt_tokens), params, policy))
+
+    def tokens_of(self, prompt: Mapping[str, Any]) -> Sequence[int]:
+        """The tokens of a prompt that vLLM has rendered, with its images."""
+        if self._vision is None or prompt["type"] != "multimodal":
+            return prompt["prompt_token_ids"]
+        return resolve_name(self._vision.tokens)(prompt)
 
     async def update_weights(
         self,
@@ -214,6 +223,7 @@ class GenerationEngine:
 
     def _build(self) -> None:
         patch_masks()
+        self._vision = vision_of(read_config(self._config.model))
         if current_platform.is_cpu():
             patch_cpu()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_options(self._config)))
@@ -301,7 +311,9 @@ class GenerationEngine:
         if self._updates.inconsistent is not None:
             raise WeightsError(_INCOMPLETE.format(self._updates.inconsistent))
         policy = self._updates.find(request.policy)
-        prompt = vllm.TokensPrompt(prompt_token_ids=list(request.prompt_tokens))
+        prompt: Any = vllm.TokensPrompt(prompt_token_ids=list(request.prompt_tokens))
+        if self._vision is not None and (images := images_of(request.prompt_tokens)):
+            prompt = resolve_name(self._vision.prompt)(request.prompt_tokens, images)
         if isinstance(request, Generate):
             vllm_config = self._engine.model_config
             size, masks_all = vllm_config.get_vocab_size(), vllm_config.return_sampling_mask
@@ -317,10 +329,7 @@ class GenerationEngine:
         self._running[request.id] = policy
 
     def _finish(self, output: RequestOutput) -> None:
-        self._calls.finish(
-            output.request_id,
-            lambda: [to_completion(each, self._tokenizer, output.prompt_logprobs) for each in output.outputs],
-        )
+        self._calls.finish(output.request_id, lambda: to_completions(output, self._tokenizer))
 
     def _cancel(self, cancel: Cancel) -> None:
         if not self._backlog.cancel(cancel):

@@ -54,7 +54,8 @@ class EngineClient:
     ) -> AsyncGenerator[RequestOutput]:
         """The outputs of one request. The policy is looked up now, not when the outputs are taken."""
         del request_id, options
-        return self._engine.stream(prompt["prompt_token_ids"], sampling_params, policy=CALL.get().policy)
+        tokens = self._engine.tokens_of(prompt)
+        return self._engine.stream(tokens, sampling_params, policy=CALL.get().policy)
 
 
 class OpenAIServing:

@@ -35,7 +35,7 @@ def generator_env(config: GeneratorConfig, *, has_gpu: bool | None = None) -> di
     if _has_gpu(has_gpu):
         # FlashInfer compiles its sampler at the start, and cannot sample where log-probs are asked for, as always here.
         env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-        if config.kept_sets:
+        if config.kept_sets or config.routes:
             env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # only this one returns them
     else:
         env |= {
@@ -56,11 +56,6 @@ def check_hardware(config: GeneratorConfig, *, has_gpu: bool | None = None) -> N
     `has_gpu` is that of `generator_env`.
     """
     if _has_gpu(has_gpu):
-        if config.kept_sets and config.lora is not None:
-            raise ValueError(
-                "GeneratorConfig.kept_sets is True and lora is set; on GPUs vLLM's model runner that returns kept sets "
-                "scores prompts of adapters wrongly: sample without top_p, top_k and min_p"
-            )
         return
     model = read_config(config.model)
     if model.get("kv_lora_rank") and _latent_size(model) != _CPU_LATENT_SIZE:
@@ -122,19 +117,29 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
         options["moe_backend"] = "triton"
     if config.kept_sets and sees_gpu():
         options["return_sampling_mask"] = True
+    if config.routes:
+        options["enable_return_routed_experts"] = True
     if config.placement == "colocated" and sees_gpu():
         # A trainer's process keeps a little of the memory in the generator's turns, for CUDA itself and NCCL.
         options |= {"enable_sleep_mode": True, "gpu_memory_utilization": 0.8}
-    if config.lora is not None:
-        options |= {
-            "enable_lora": True,
-            "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= config.lora.max_rank),
-            "max_loras": config.lora.max_adapters,
-            "max_cpu_loras": config.lora.max_loaded + 1,  # a new version is loaded before the old one goes
-            "lora_target_modules": _adaptable_modules(config),
-        }
+    options |= _lora_options(config)
     family = find_family(read_config(config.model))
-    return {**options, **({} if family is None else family.engine_args), **config.engine_args}
+    head = {} if config.head_dtype is None else {"head_dtype": config.head_dtype}
+    given = {"hf_overrides": {}, **({} if family is None else family.engine_args), **config.engine_args}
+    return {**options, **given, "hf_overrides": {**given["hf_overrides"], **head}}
+
+
+def _lora_options(config: GeneratorConfig) -> dict[str, Any]:
+    """The room for adapters."""
+    if config.lora is None:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= config.lora.max_rank),
+        "max_loras": config.lora.max_adapters,
+        "max_cpu_loras": config.lora.max_loaded + 1,  # a new version is loaded before the old one goes
+        "lora_target_modules": _adaptable_modules(config),
+    }
 
 
 def _has_gpu(has_gpu: bool | None) -> bool:

@@ -65,7 +65,7 @@ class WeightLoader:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the model's tensors and of its output projection, by their Hugging Face names."""
-        embedding = self._expected.get("model.embed_tokens.weight")
+        embedding = next((s for name, s in self._expected.items() if name.endswith(".embed_tokens.weight")), None)
         return self._expected if embedding is None else {"lm_head.weight": embedding, **self._expected}
 
     def check_dtype(self, record: VersionRecord) -> None:

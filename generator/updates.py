@@ -42,7 +42,7 @@ _CANNOT_LOAD = "generator rank {rank} could not take the weights in"
 def _is_tied(config: ModelConfig) -> bool:
     """Whether the output layer is the embedding matrix, which `GeneratorConfig.check_model` has compared."""
     # Where the files repeat the matrix, vLLM loads the model as untied and ties it afterwards.
-    return config.hf_text_config.tie_word_embeddings or config.word_embeddings_untied_by_checkpoint
+    return config.hf_config.tie_word_embeddings or config.word_embeddings_untied_by_checkpoint
 
 
 def _nothing() -> None:
@@ -131,6 +131,8 @@ class WeightUpdates:
             self._load_model(record, feed)
             if not keep_prefix_cache:
                 self._engine.reset_prefix_cache(reset_running_requests=True)
+                if self._engine.model_config.is_multimodal_model:
+                    self._engine.engine_core.reset_encoder_cache()
             self.model.replace(record.version, self._next_update())
         else:
             self._load_adapter(record, feed, frozen=frozen, keep_prefix_cache=keep_prefix_cache)

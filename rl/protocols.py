@@ -12,9 +12,12 @@ from typing import Any, Protocol
 from rl.lora import LivePolicy, LoRAConfig, Policy
 from rl.types import AdamParams, Completion, Datum, ForwardBackwardOutput, OptimStepOutput, PullMode, SamplingParams
 
-Prompt = str | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[Mapping[str, Any]]
 """Text that the model continues as it stands, or a chat: messages with `role` and `content`, which the model's chat
-template turns into text. If the last message has the role "assistant", the model continues that message."""
+template turns into text. If the last message has the role "assistant", the model continues that message.
+
+For a model that reads images, the content may be a list of parts: {"type": "text", "text": ...} and {"type": "image",
+"image": ...}, an image being bytes of a file, a path or an image of Pillow."""
 
 
 class Trainer(Protocol):

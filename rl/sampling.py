@@ -48,7 +48,8 @@ class SamplingParams:
     prompt_logprobs: bool = False
     """Also returns log-probs of the prompt's tokens. The prefix cache is then not used for the prompt."""
     topk_prompt_logprobs: int = 0
-    """As `prompt_logprobs`, of so many most probable tokens at every position too, at most 20. Not recorded."""
+    """As `prompt_logprobs`, of so many most probable tokens at every position too, at most 20; -1 stands for all words,
+    which the option `max_logprobs` of vLLM has to allow. Not recorded."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -59,8 +60,8 @@ class SamplingParams:
             "top_k": (self.top_k == -1 or self.top_k >= 1, "-1 (all) or at least 1"),
             "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
             "topk_prompt_logprobs": (
-                0 <= self.topk_prompt_logprobs <= MAX_TOPK_LOGPROBS,
-                f"from 0 to {MAX_TOPK_LOGPROBS}",
+                -1 <= self.topk_prompt_logprobs <= MAX_TOPK_LOGPROBS,
+                f"from 0 to {MAX_TOPK_LOGPROBS}, or -1 for all words",
             ),
         }
         for name, (fits, accepted) in bounds.items():
@@ -84,7 +85,7 @@ class SamplingParams:
     @property
     def scores_prompt(self) -> bool:
         """Whether log-probs of the prompt are asked for."""
-        return self.prompt_logprobs or self.topk_prompt_logprobs > 0
+        return self.prompt_logprobs or self.topk_prompt_logprobs != 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,6 +173,63 @@ class KeptSets:
         if len(wrong := np.flatnonzero((self.counts > 0) & (found == 0))):
             return f"has a set, at {wrong[0]}, without the token {targets[wrong[0]]} that was sampled from it"
         return ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+    """The experts that each layer of a mixture chose for the tokens that a completion was computed from.
+
+    Legend: P tokens of the prompt, N of the completion, k experts of a token.
+    """
+
+    prompt: Ids
+    """[P, layers, k] the same array for all completions of a call, so that it is sent once."""
+    sampled: Ids
+    """[N - 1, layers, k], because the last token is not computed from."""
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all experts are the same."""
+        if not isinstance(other, Routes):
+            return NotImplemented
+        return np.array_equal(self.prompt, other.prompt) and np.array_equal(self.sampled, other.sampled)
+
+    def __hash__(self) -> int:
+        """Of the experts of sampled tokens."""
+        return hash(self.sampled.tobytes())
+
+
+def routes_fault(routes: Ids, num_tokens: int, experts: tuple[int, int, int]) -> str:
+    """What is wrong with the experts of a datum's tokens; empty if nothing is.
+
+    `experts` are the model's layers, the experts of a token, and those to choose from.
+    """
+    num_layers, per_token, num_experts = experts
+    if routes.shape != (expected := (num_tokens, num_layers, per_token)):
+        return f"has shape {routes.shape}; {expected} is expected: tokens, layers, experts of a token"
+    if routes.dtype.name not in ("uint8", "uint16"):
+        return f"has dtype {routes.dtype}; it must be uint8 or uint16"
+    if routes.max(initial=0) >= num_experts:
+        return f"has the expert {routes.max()}; experts are between 0 and {num_experts - 1}"
+    ordered = np.sort(routes, axis=-1)
+    if len(twice := np.argwhere(ordered[..., 1:] == ordered[..., :-1])):
+        return f"has the expert {ordered[tuple(twice[0])]} twice, at position {twice[0][0]} in layer {twice[0][1]}"
+    return ""
+
+
+def joined_routes(parts: Sequence[Ids | None]) -> Ids | None:
+    """The experts of all parts, in order; None if no part has any. Raises ValueError if only some have."""
+    given = [part for part in parts if part is not None]
+    if given and len(given) < len(parts):
+        raise ValueError("some datums have routes and some have none; all of a batch must have them, or none")
+    return np.concatenate(given) if given else None
+
+
+def padded_routes(routes: Ids | None, count: int) -> Ids | None:
+    """With experts for so many more tokens, different ones, because a layer counts a repeated expert only once."""
+    if routes is None:
+        return None
+    experts = np.arange(routes.shape[2], dtype=routes.dtype)
+    return np.concatenate([routes, np.broadcast_to(experts, (count, *routes.shape[1:]))])
 
 
 def after_prompt(prompt: Sequence[int], kept: KeptSets) -> KeptSets:

@@ -15,11 +15,14 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.sampling import KeptSets, SamplingParams
+from rl.images import PlacedImage
+from rl.sampling import Ids, KeptSets, Routes, SamplingParams
 
 FinishReason = Literal["stop", "length"]
 Head = Literal["lm", "value"]
 """The output of a trainer's model: log-probs of the target tokens, or one value per position, as a critic needs."""
+HeadDtype = Literal["float32"]
+"""The dtype in which a trainer's and a generator's logits are computed, if it is not that of the rest."""
 PullMode = Literal["drain", "inflight"]
 """Whether running requests finish before a generator takes new weights, or continue under the new weights."""
 Placement = Literal["split", "colocated"]
@@ -50,6 +53,8 @@ class Completion:
     """0 if the tokens were sampled greedily."""
     kept: KeptSets | None = None
     """N sets: the words that a cut (top-k, top-p, min-p) left for each token. None if nothing was cut."""
+    routes: Routes | None = None
+    """The experts that were chosen, of a mixture whose generator returns them (`GeneratorConfig.routes`)."""
     prompt_logprobs: tuple[float, ...] | None = None
     """[P - 1] log-prob at temperature 1 of every prompt token but the first, if asked for."""
     topk_prompt_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
@@ -161,7 +166,7 @@ class Turn:
     """One message of the environment and the model's answer."""
 
     prompt_tokens: tuple[int, ...]
-    """[P] tokens between the previous answer and this one: the message in its chat template."""
+    """[P] tokens between the previous answer and this one: the message in its chat template. They know its images."""
     completion: Completion
     prompt: str = ""
     """The message as text, for a human reader."""
@@ -246,6 +251,11 @@ class Datum:
     distribution that it was sampled from."""
     kept: KeptSets | None = None
     """T sets: the words that the sampler's cut left for each target, to score it among them. None if it cut nothing."""
+    routes: Ids | None = None
+    """[T, layers, k] uint8 or uint16: the experts that the generator's layers chose for each token. The policy replays
+    them; references, teachers and critics, which are other models, do not. None: layers choose for themselves."""
+    images: tuple[PlacedImage, ...] = ()
+    """The images that some of the tokens stand for, in order."""
 
     @property
     def weights(self) -> NDArray[np.float32]:

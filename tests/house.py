@@ -22,14 +22,17 @@ OPTIONAL = (
     "controller/hosts/starting/",
     "controller/planning/",
     "controller/runs/report/",
+    *("controller/runs/all_words", "controller/runs/mismatch"),
     *(f"controller/runs/loggers/{name}" for name in ("event_files", "trackio_run", "wandb_run")),
     *(f"controller/commands/{name}" for name in ("check_parts", "compare", "model_directory", "report_run", "sweep")),
+    "generator/cpu/routes",
     "trainer/engines/contract/",
     "trainer/engines/mcore/",
     "trainer/engines/mfsdp/",
     "trainer/families/",
+    *("rl/vision/", "generator/image_prompts.py", "configs/guess_colour_"),
     *("rl/advantages/published_advantages.py", "rl/losses/published_losses.py", "rl/losses/traced_loss.py"),
-    *("configs/mixture_smollm2_cpu.py", "rl/envs/mixture.py"),
+    *("configs/mixture_smollm2_cpu.py", "rl/envs/check.py", "rl/envs/mixture.py"),
     *("configs/reward_smollm2_cpu.py", "rl/envs/reward_model.py"),
 )
 """Optional parts, by the beginning of their paths. Entry points name them; no core module imports them."""

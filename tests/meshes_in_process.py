@@ -9,8 +9,9 @@ import inspect
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, TypeVar
@@ -176,6 +177,10 @@ class InProcessEndpoint:
         """The answer of the only rank."""
         call = self._method(self._actor._actor, *args, **kwargs)  # pyright: ignore[reportPrivateUsage]
         return self._actor.begin(call, concurrent=self._concurrent)
+
+    def packed(self, *args: Any) -> Callable[[], "asyncio.Future[Any]"]:
+        """The call, to be sent later."""
+        return partial(self.call_one, *args)
 
     async def call(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
         """The answers of all ranks, which is one."""

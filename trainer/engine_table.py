@@ -32,6 +32,8 @@ class EngineEntry:
     """Whether the engine freezes its model under `TrainerConfig.lora` and has layers that can be adapted."""
     takes_muon: bool = False
     """Whether `optim_step` takes `MuonParams`: its parameters are whole matrices, or DTensors of them."""
+    replays_routes: bool = False
+    """Whether the layers of a mixture take the experts that `Datum.routes` names."""
 
 
 ENGINES: Mapping[str, EngineEntry] = {
@@ -40,6 +42,7 @@ ENGINES: Mapping[str, EngineEntry] = {
         layout_check="trainer.engines.titan.layout_check:check_layout",
         trains_adapters=True,
         takes_muon=True,
+        replays_routes=True,
     ),
     "fsdp2": EngineEntry(
         engine="trainer.engines.hf.fsdp2:Fsdp2Engine",

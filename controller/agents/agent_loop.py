@@ -25,18 +25,15 @@ class AgentConfig(GroupLoopConfig):
     """What one session may use."""
     tool_parser: str = ""
     """vLLM's parser of tool calls, by its name."""
+    records_routes = False
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         GroupLoopConfig.__post_init__(self)
         if not isinstance(self.env, AgentEnv):
             raise ValueError(f"env is a {type(self.env).__name__}; this loop needs an AgentEnv, which has a program")
-
-    @property
-    def agent_env(self) -> AgentEnv:
-        """`env`, as this loop sees it."""
-        assert isinstance(self.env, AgentEnv)
-        return self.env
+        if self.held_out:
+            raise ValueError("held_out is set; this loop evaluates on its own environment alone, so leave it out")
 
     def loop(self) -> Loop:
         return train
@@ -44,7 +41,8 @@ class AgentConfig(GroupLoopConfig):
 
 async def train(config: AgentConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
-    run, env, advantage = Run(config, folder, console), config.agent_env, config.advantage_function
+    run, env, advantage = Run(config, folder, console), config.env, config.advantage_function
+    assert isinstance(env, AgentEnv), "the configuration has checked it"
     model = resolve_model(config.model, run.phase)
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
 

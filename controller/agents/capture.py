@@ -126,6 +126,8 @@ class CapturingRenderer(OnlineRenderer):
         template = self._template(request, options)
         now.conversation, now.parser_class = list(conversation), self.parser
         now.options = {} if template is None else template.options
+        if inputs[0].get("type") == "multimodal":
+            raise ValueError("the messages have an image; sessions of agents are of text: leave it out")
         rendered = inputs[0]["prompt_token_ids"]
         if template is not None:
             shown, hidden = hide_control_tokens(conversation, template.encoder)

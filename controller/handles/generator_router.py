@@ -23,6 +23,7 @@ from controller.processes.errors import MeshError
 from generator.config import OnFailure
 from generator.openai_calls import OpenAICall, OpenAIReply
 from rl.checks import check_at_least, check_known
+from rl.images import join_tokens
 from rl.lora import LivePolicy, Policy
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
 
@@ -94,7 +95,7 @@ class GeneratorRouter:
         Raises `MeshError` if no replica is left, or if the replica died and requests are not retried, and any error
         that the replica raises.
         """
-        prompt, num_failures = tuple(prompt_tokens), 0
+        prompt, num_failures = join_tokens(prompt_tokens), 0
         while True:
             try:
                 async with self.replica(prompt, num_samples, policy) as replica:

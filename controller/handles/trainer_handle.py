@@ -4,7 +4,8 @@
     loop <-- output --- TrainerMesh.merge          <--- outputs of all ranks, or the error that caused a failure
 
 The handle checks a call before any rank computes, sends each data-parallel rank its local batch and merges the results.
-Calls of all policies reach the ranks in the order in which they were issued, so several may be in flight.
+A thread does what takes long, so a large batch does not block the event loop; its arrays must not change during the
+call. Calls of all policies reach the ranks in the order in which they were issued, so several may be in flight.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.handles.trainer_mesh import TrainerMesh
-from rl.data.batching import merge_metrics
+from rl.data.batching import BatchPlan, merge_metrics
 from rl.lora import LoRAConfig, check_adapter_name
 from rl.losses import get_loss
 from rl.protocols import Trainer
@@ -55,10 +56,7 @@ class TrainerHandle:
         """
         checked = get_loss(loss, loss_config)
         checked.check_head(self.config.head)
-        batch = checked.prepared(batch)
-        plan = self._trainer.plan(batch, checked.required_inputs)
-        arguments = [(local_batch, checked) for local_batch in self._trainer.local_batches(plan, batch)]
-        return self._trainer.merge(plan, await self._call_each("forward_backward", arguments, size=_num_tokens(batch)))
+        return await self._compute("forward_backward", batch, checked, checked.required_inputs, checked.prepared)
 
     async def forward(self, batch: Sequence[Datum], *, entropy: bool = False) -> ForwardBackwardOutput:
         """Computes log-probs of the batch's target tokens, and entropies if asked to, or a critic's values.
@@ -70,9 +68,7 @@ class TrainerHandle:
         """
         if entropy:
             self.config.check_entropy()
-        plan = self._trainer.plan(batch, ())
-        arguments = [(local_batch, entropy) for local_batch in self._trainer.local_batches(plan, batch)]
-        return self._trainer.merge(plan, await self._call_each("forward", arguments, size=_num_tokens(batch)))
+        return await self._compute("forward", batch, entropy)
 
     async def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
         """Multiplies the accumulated gradient by `grad_scale`, clips it, applies one step, and clears the gradient.
@@ -233,6 +229,33 @@ class TrainerHandle:
         await self._call("export_peft", there, varies=True)
         await self._trainer.files.collect(path)
 
+    def _own_routes(self, batch: Sequence[Datum]) -> Sequence[Datum]:
+        """The batch without routes, which are another model's, if this is a reference, a teacher or a critic."""
+        is_policy = self.config.head == "lm" and (self.policy is not None or not self.config.is_frozen)
+        if is_policy or all(datum.routes is None for datum in batch):
+            return batch
+        return [replace(datum, routes=None) for datum in batch]
+
+    async def _compute(
+        self,
+        verb: str,
+        batch: Sequence[Datum],
+        option: Any,
+        required_inputs: Sequence[str] = (),
+        prepared: Callable[[Sequence[Datum]], Sequence[Datum]] = tuple,
+    ) -> ForwardBackwardOutput:
+        """Sends each data-parallel rank its local batch and `option`. A thread checks, plans and pickles the batch."""
+        self._check_not_dropped()
+        trainer, batch, plans = self._trainer, tuple(batch), list[BatchPlan]()
+
+        def arguments() -> list[tuple[Any, ...]]:
+            ready = prepared(self._own_routes(batch))
+            plans.append(trainer.plan(ready, required_inputs))
+            return [(self.policy, local_batch, option) for local_batch in trainer.local_batches(plans[0], ready)]
+
+        outputs = await self.mesh.call(verb, arguments, size=lambda: sum(len(datum.tokens) for datum in batch))
+        return trainer.merge(plans[0], outputs)
+
     async def _call(self, verb: str, *args: Any, **options: Any) -> list[Any]:
         """The answers of all ranks to a call about this policy, with the same arguments. See `Mesh.call`."""
         return await self._call_each(verb, [args] * self.config.num_ranks, **options)
@@ -256,7 +279,3 @@ class TrainerHandle:
         if self.policy is None:
             raise ValueError(f"{verb}: this is the trainer of the model itself; only an adapter has this call")
         return self.policy
-
-
-def _num_tokens(batch: Sequence[Datum]) -> int:
-    return sum(len(datum.tokens) for datum in batch)

@@ -127,7 +127,11 @@ class TrainerMesh:
             required_inputs=required_inputs,
             vocab_size=self.limits.vocab_size,
             max_seq_len=self.limits.max_seq_len,
+            experts=self.limits.experts,
+            reads_images=self.limits.reads_images,
         )
+        if batch[0].routes is not None:
+            self.config.check_routes()
         return plan_batch(
             batch,
             num_ranks=self.config.num_data_parallel_ranks,
@@ -189,6 +193,8 @@ def _plain(datum: Datum) -> Datum:
         Datum(tokens=np.asarray(datum.tokens), loss_inputs=inputs),
         temperature=float(datum.temperature),
         kept=datum.kept,
+        routes=datum.routes,
+        images=datum.images,
     )
 
 

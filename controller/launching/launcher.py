@@ -123,13 +123,14 @@ class Launcher:
 
         Raises ValueError if the model cannot be trained, or not in this layout, if the name is taken, for a second
         trainer that pushes, for too few GPUs, and if trainer and generator do not fit: one has adapters and the other
-        has not, or the rank is too high.
+        has not, the rank is too high, or only one widens its output projection (`head_dtype`).
         """
         config = _with_model(config, model)
         if generator is not None:
             self._check_pushing(name)
             _with_model(generator, model).check_model()
             check_lora(config, generator)
+            _check_head_dtypes(config, generator)
             self._pushed_base = check_same_base(config.lora, self._pushed_base, model)
         # Imported here, because it may load torch: other mistakes in a recipe should not have to wait for that.
         from trainer.engines.model_check import check_model
@@ -307,6 +308,16 @@ class Launcher:
         """Raises ValueError if another trainer pushes: both would number their versions from 0."""
         if (pushing := self._pushing_trainer) is not None:
             raise ValueError(f"generator of {name!r}: {pushing!r} pushes already, and only one trainer can")
+
+
+def _check_head_dtypes(trainer: TrainerConfig, generator: GeneratorConfig) -> None:
+    """Raises ValueError if one side computes logits in float32 and the other is not asked to."""
+    ours, theirs = trainer.head_dtype or trainer.compute_dtype, generator.head_dtype or generator.dtype
+    if ours != theirs and (trainer.head_dtype or generator.head_dtype):
+        raise ValueError(
+            f"TrainerConfig.head_dtype is {trainer.head_dtype!r} and GeneratorConfig.head_dtype is "
+            f"{generator.head_dtype!r}, so that logits are computed in {ours} and in {theirs}; set both or neither"
+        )
 
 
 def _known(*meshes: "Mesh | None") -> "list[Mesh]":

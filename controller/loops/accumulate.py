@@ -13,7 +13,7 @@ from rl.advantages import kl_from_generator
 from rl.algorithms.metrics import merge_outputs
 from rl.checks import check_above_zero
 from rl.losses import token_mean
-from rl.rollouts.episodes import group_to_data
+from rl.rollouts.episodes import groups_to_data
 from rl.schedules import adapted_to_kl, constant, warmup
 from rl.types import Datum, ForwardBackwardOutput, Group
 
@@ -60,7 +60,7 @@ async def train(config: AccumulateConfig, folder: RunFolder, console: Console) -
                 with clock("generate"):
                     new = await source.sample(generator, number, config.group_size)
                 with clock("pack"):
-                    data = [datum for group in new for datum in group_to_data(group, advantage)]
+                    data = await groups_to_data(new, advantage)
                 if data:
                     with clock("forward_backward"):
                         outputs.append(await trainer.forward_backward(data, config.loss, config.loss_config))

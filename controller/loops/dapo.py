@@ -13,7 +13,7 @@ from controller.runs import Console, GroupLoopConfig, Loop, RolloutSource, Run, 
 from rl.algorithms.shaping import not_truncated, sample_with_signal, shape_rewards, soft_overlong_punishment
 from rl.checks import check_at_least
 from rl.losses import token_mean
-from rl.rollouts.episodes import group_to_data
+from rl.rollouts.episodes import groups_to_data
 from rl.schedules import constant, warmup
 from rl.types import Group
 
@@ -68,7 +68,7 @@ async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None
             next_problem += len(sampled.all)
             keep = (lambda _: True) if config.overlong_cache else not_truncated
             kept = shaped(sampled.with_signal)  # after the filter: a punishment alone is no signal
-            batch = [datum for group in kept for datum in group_to_data(group, advantage, keep=keep)]
+            batch = await groups_to_data(kept, advantage, keep=keep)
             if batch:
                 with clock("forward_backward"):
                     output = await trainer.forward_backward(batch, config.loss, config.loss_config)

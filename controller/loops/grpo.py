@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from controller.launching.launcher import launch
 from controller.runs import Console, GroupLoopConfig, Loop, RolloutSource, Run, RunFolder
 from rl.algorithms.metrics import num_completion_tokens
-from rl.rollouts.episodes import group_to_data
+from rl.rollouts.episodes import groups_to_data
 from rl.schedules import constant, warmup
 
 
@@ -39,7 +39,7 @@ async def train(config: GRPOConfig, folder: RunFolder, console: Console) -> None
             clock = run.begin_step(step)
             with clock("generate"):
                 groups = await source.sample(generator, step, config.group_size)
-            batch = [datum for group in groups for datum in group_to_data(group, advantage)]
+            batch = await groups_to_data(groups, advantage)
             if batch:
                 with clock("forward_backward"):
                     output = await trainer.forward_backward(batch, config.loss, config.loss_config)

@@ -15,7 +15,7 @@ from controller.loops.grpo import GRPOConfig
 from controller.runs import Console, Loop, LossConfig, RolloutSource, Run, RunFolder
 from rl.algorithms.metrics import num_completion_tokens, policy_staleness
 from rl.checks import check_at_least
-from rl.rollouts.episodes import group_to_data
+from rl.rollouts.episodes import groups_to_data
 from rl.rollouts.queue import RolloutQueue
 from rl.schedules import constant, warmup
 from rl.types import Group
@@ -55,7 +55,8 @@ async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) ->
     ):
         version = await trainer.push_model_state_dict()
         await generator.pull_model_state_dict(version)
-        queue = RolloutQueue(sample_group, steps.remaining, config.prompts_per_step, config.max_staleness, run.restored)
+        restored, per_step = source.restored(run.restored), config.prompts_per_step
+        queue = RolloutQueue(sample_group, steps.remaining, per_step, config.max_staleness, restored)
         async with queue as rollouts:
             for step in steps:
                 if (step - 1) % config.evaluate_every == 0:
@@ -63,7 +64,7 @@ async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) ->
                 clock = run.begin_step(step)
                 with clock("wait"):
                     groups = await rollouts.take()
-                batch = [datum for group in groups for datum in group_to_data(group, advantage)]
+                batch = await groups_to_data(groups, advantage)
                 if batch:
                     with clock("forward_backward"):
                         output = await trainer.forward_backward(batch, config.loss, config.loss_config)

@@ -13,6 +13,7 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, TypeVar, cast
@@ -113,6 +114,8 @@ class Mesh:
         self.calls = Calls(name, RankProcesses(pids, log_files), Deadlines())
         self._procs = procs
         self._ranks: dict[int, Rank] = {}
+        self._order = asyncio.Lock()  # fair: calls are sent in the order in which they came here
+        self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}_arguments")
         self._stopped = False
         self.gate: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext
         """Entered by each call that uses memory of GPUs. Shared GPUs put their own gate here; see colocated.py."""
@@ -208,21 +211,37 @@ class Mesh:
     async def call(
         self,
         verb: str,
-        arguments: Sequence[tuple[Any, ...]],
+        arguments: Sequence[tuple[Any, ...]] | Callable[[], Sequence[tuple[Any, ...]]],
         *,
-        size: float = 0.0,
+        size: Callable[[], float] = float,
         varies: bool = False,
         needs_memory: bool = True,
         needs: "Callable[[], Sequence[Mesh]]" = tuple,
     ) -> list[Any]:
         """Calls the endpoint `verb` of every rank, each with its `arguments`, and returns the answers; see `answers`.
 
-        The calls are sent before the first await, so all ranks get them in the order of issue. With
-        `needs_memory`, a mesh that shares its GPUs waits first until its side may use them.
+        All ranks get calls in the order of issue. Large `arguments` are a function: a thread calls it and pickles what
+        it returns, so the event loop stays free, and later calls wait until this one is sent. A call is not sent if the
+        function raises, which is raised here, or if the caller is cancelled before. `size` is asked for afterwards.
+        With `needs_memory`, a mesh that shares its GPUs waits first until its side may use them.
         """
         async with self.gate() if needs_memory else contextlib.nullcontext():
-            calls = [getattr(self.rank(rank), verb).call_one(*args) for rank, args in enumerate(arguments)]
-            return await self.answers(calls, verb, size=size, varies=varies, needs=needs)
+            async with self._order:
+                calls = await self._sent(verb, arguments)
+            return await self.answers(calls, verb, size=size(), varies=varies, needs=needs)
+
+    async def _sent(
+        self, verb: str, arguments: Sequence[tuple[Any, ...]] | Callable[[], Sequence[tuple[Any, ...]]]
+    ) -> list[Awaitable[Any]]:
+        if not callable(arguments):
+            return [getattr(self.rank(rank), verb).call_one(*args) for rank, args in enumerate(arguments)]
+        endpoints = [getattr(self.rank(rank), verb) for rank in range(self.num_ranks)]
+
+        def packed() -> list[Callable[[], Awaitable[Any]]]:
+            return [endpoint.packed(*args) for endpoint, args in zip(endpoints, arguments(), strict=True)]
+
+        sends = await asyncio.get_running_loop().run_in_executor(self._packer, packed)
+        return [send() for send in sends]
 
     async def answer(
         self,

@@ -28,6 +28,8 @@ from monarch.actor import Actor, ActorError, Channel, Port, PortReceiver, endpoi
 from controller.processes.calls import ProcessDiedError
 from controller.processes.errors import ArgumentsError
 
+_LARGE_BYTES = 1 << 20
+
 
 class Answering(Actor):
     """What every actor of a mesh has besides its own endpoints."""
@@ -126,6 +128,13 @@ class Verb:
         """
         return self.rank.call(self.name, args, kwargs)
 
+    def packed(self, *args: Any) -> "Callable[[], asyncio.Future[Any]]":
+        """Pickles large arguments now, in any thread. The event loop's thread sends the call by the function returned.
+
+        Raises `ArgumentsError` as `call_one` does.
+        """
+        return partial(self.rank.send, self.name, _pickled(self.name, args, {}))
+
     def broadcast(self, *args: Any, **kwargs: Any) -> None:
         """Sends the call. Its result or exception is dropped."""
         self.rank.call(self.name, args, kwargs).cancel()
@@ -153,6 +162,10 @@ class Rank:
 
     def call(self, verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "asyncio.Future[Any]":
         """See `Verb.call_one`."""
+        return self.send(verb, _pickled(verb, args, kwargs))
+
+    def send(self, verb: str, arguments: bytes) -> "asyncio.Future[Any]":
+        """The same, with pickled arguments."""
         loop = asyncio.get_running_loop()
         if not self._tasks or self._tasks[0].get_loop() is not loop:
             self._open(loop)
@@ -160,10 +173,6 @@ class Rank:
         if self._end is not None:
             _fail(answer, self._end)
             return answer
-        try:
-            arguments = cloudpickle.dumps((args, kwargs))
-        except Exception as error:
-            raise ArgumentsError(f"{verb}: an argument of the call cannot be sent to a process: {error}") from error
         self._actor.answer_through_port.broadcast(call_id, verb, arguments)
         self._waiting[call_id] = answer
         answer.add_done_callback(lambda _: self._waiting.pop(call_id, None))
@@ -189,7 +198,7 @@ class Rank:
             if answer is None or answer.done():  # its caller was cancelled
                 continue
             try:
-                content = pickle.loads(packed)
+                content = await unpickled(packed)
             except (Exception, SystemExit) as unreadable:  # its class is known to the rank's process alone
                 fault, formatted = _text(unreadable)
                 _fail(answer, _in_words(*(error or (f"an answer cannot be read here: {fault}", formatted))))
@@ -211,6 +220,18 @@ class Rank:
             for answer in list(self._waiting.values()):
                 if not answer.done():
                     _fail(answer, self._end)
+
+
+async def unpickled(packed: bytes) -> Any:
+    """What an answer holds. A thread reads a large one, so that the event loop stays free."""
+    return await asyncio.to_thread(pickle.loads, packed) if len(packed) > _LARGE_BYTES else pickle.loads(packed)
+
+
+def _pickled(verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    try:
+        return cloudpickle.dumps((args, kwargs))
+    except Exception as error:
+        raise ArgumentsError(f"{verb}: an argument of the call cannot be sent to a process: {error}") from error
 
 
 def _fail(answer: "asyncio.Future[Any]", error: BaseException) -> None:

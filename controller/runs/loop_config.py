@@ -11,11 +11,11 @@ from controller.runs.loggers import check_loggers
 from generator.config import GeneratorConfig, LoRALimits
 from rl.advantages import Rewards, all_advantages
 from rl.checks import check_above_zero, check_at_least, check_known
-from rl.envs.check import require_env
 from rl.lora import LoRAConfig
 from rl.losses import get_loss
 from rl.protocols import Env
 from rl.rollouts.episodes import check_sampled_distribution
+from rl.rollouts.guard import require_env
 from rl.types import MAX_RUN_SEED, AdamParams, MuonParams, Placement, SamplingParams
 from trainer.config import TrainerConfig
 
@@ -146,6 +146,9 @@ class RolloutLoopConfig(LoopConfig):
     """How the generator's model is laid out over processes, and in which dtype."""
     sampling: SamplingParams
     """How training rollouts are sampled. Its stop strings end an answer in addition to the environment's."""
+    routes: Literal["replay", "off"] = "off"
+    """Whether a mixture is trained with the experts that the generator's layers chose (https://arxiv.org/abs/2510.11370).
+    It costs a byte per token, layer and expert. `ownloop parity` measures its effect on a model."""
     prompts_per_step: int
     """Problems that a step samples rollouts for."""
     group_size: int
@@ -157,6 +160,8 @@ class RolloutLoopConfig(LoopConfig):
     placement: Placement = "split"
     """Which GPUs trainers and generator use: "split" gives each its own; "colocated" gives all of them the first ones,
     and they take turns: see `docs/memory.md`. A loop that trains and samples at the same time gains nothing by it."""
+    records_routes: ClassVar[bool] = True
+    """Whether the loop's data have the routes of its completions."""
     env_time_limit_s: float | None = None
     """Longest that one call of the environment may take; a longer one costs its rollout. None: what the environment
     says (`call_time_limit_s`), and 60 s if it says nothing."""
@@ -186,6 +191,10 @@ class RolloutLoopConfig(LoopConfig):
             each is not None and each.cuts for each in (self.sampling, *(h.sampling for h in self.held_out.values()))
         ):
             self._set("generator", replace(self.generator, kept_sets=True))
+        check_known("routes", self.routes, ("replay", "off") if self.records_routes else ("off",))
+        if self.routes == "replay":
+            self.trainer.check_routes()
+        self._set("generator", replace(self.generator, routes=self.routes == "replay"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

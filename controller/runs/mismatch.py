@@ -1,9 +1,9 @@
 """The mismatch between trainer and generator: log-probs of the same tokens from both, and the causes of a difference.
 
-Possible causes are removed one after the other: sampling away from the model's own distribution, weights that were
-never pulled, packing, an adapter, the dtype. How much the mismatch shrinks at each removal is the contribution of that
-cause. A last comparison, after an optimizer step, shows whether the pulled weights are the trainer's. Nothing is
-saved.
+Possible causes are removed one after the other: a mixture's experts, sampling away from the model's own distribution,
+weights that were never pulled, packing, an adapter, the output projection's dtype, the dtype. How much the mismatch
+shrinks at each removal is the contribution of that cause. A last comparison, after an optimizer step, shows whether the
+pulled weights are the trainer's. At some positions all words are compared, not only the sampled one. Nothing is saved.
 """
 
 import asyncio
@@ -20,17 +20,22 @@ from numpy.typing import NDArray
 from controller.handles.adapters import BoundGenerator
 from controller.hosts.host_groups import Hosts, Tell
 from controller.launching.launcher import Launcher
+from controller.runs.all_words import compare_words
 from generator.config import GeneratorConfig, room_to_score
 from rl.data.sources import text_to_datum
 from rl.losses.shared import MAX_LOG_RATIO
 from rl.protocols import Generator, Trainer
 from rl.rollouts.tokenizer import load_tokenizer
-from rl.sampling import after_prompt
+from rl.sampling import Ids, after_prompt
+from rl.system.hf_config import experts_of, read_config
 from rl.types import AdamParams, Completion, Datum, SamplingParams
 from trainer.config import TrainerConfig
+from trainer.engine_table import find_engine
 
 Logprobs: TypeAlias = NDArray[np.float64]
 Tokens: TypeAlias = Sequence[int]
+_Widening: TypeAlias = tuple[str, dict[str, Any], dict[str, Any]]
+"""What is widened, as options of the trainer and of the generator."""
 
 _NUM_PROMPTS = 8
 _GROUP_SIZE = 2  # at least 2, so that a packed row has a prefix to share
@@ -39,13 +44,17 @@ _NEGLIGIBLE = 1e-4  # the size of float32's rounding
 _NOTABLE = 0.1  # the smallest part of a mismatch for which a cause is named
 _LEARNING_RATE = 1e-3  # moves log-probs by far more than the rounding of bfloat16
 _ADAPTER_LEARNING_RATE = 1e-2
-_CAUSES = (
+CAUSES = (
     "sampling away from the model's own distribution (temperature, top_p, top_k)",
     "the generator's weights: before a pull they are not the trainer's",
     "packing: a sequence is scored differently when other sequences share its row",
-    "the dtype: in float32 both sides agree",
 )
-_ADAPTER_CAUSE = "the adapter: over the frozen model alone both sides agree"
+EXPERTS_CAUSE = "the experts: the trainer's layers choose others, unless routes is 'replay'"
+ADAPTER_CAUSE = "the adapter: over the frozen model alone both sides agree"
+HEAD_CAUSE = "the output projection: head_dtype 'float32' on both sides widens it"
+DTYPE_CAUSE = "the dtype: in float32 both sides agree"
+_WIDE_HEAD: _Widening = ("a float32 head", {"head_dtype": "float32"}, {"head_dtype": "float32"})
+_WIDE: _Widening = ("float32", {"compute_dtype": "float32"}, {"dtype": "float32"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,8 @@ class Parity:
     sides: tuple[Mismatch, ...]
     """Each side against itself, with and without each cause."""
     num_tokens: int
+    vocabulary: str
+    """What the comparison of all words found."""
     explanation: str
 
     @property
@@ -85,7 +96,7 @@ class Parity:
         width = max(len(head), *(len(row.name) for row in rows))
         lines = [f"{head:<{width}}  mean |mismatch|   max |mismatch|  mean exp"]
         lines += [f"{row.name:<{width}}  {row.mean:10.2e}  {row.max:10.2e}  {row.mean_exp:8.5f}" for row in rows]
-        return "\n".join([*lines, self.explanation])
+        return "\n".join([*lines, self.vocabulary, self.explanation])
 
 
 async def recipe_parity(config: Any, tell: Tell) -> Parity:
@@ -131,27 +142,38 @@ async def measure_parity(
     if room < 1:
         raise ValueError(f"a prompt of {max(map(len, prompts))} tokens leaves max_model_len no room for an answer")
     sampling = replace(sampling, max_tokens=min(sampling.max_tokens, _MAX_TOKENS, room))
+    replays, generator = generator.routes, _measured(generator, trainer, models[1])
     async with Launcher(log_dir, hosts) as launcher:
         running = await _start(launcher, models, trainer, generator)
-        found = await compare(running.train, running.generate, prompts, sampling, running.frozen)
+        found = await compare(
+            running.train, running.generate, prompts, sampling, running.frozen, replays_routes=replays
+        )
+        vocabulary = await compare_words(running.train, running.generate, [*itertools.chain(*found.sequences[0])])
     mismatches, sides = list(found.mismatches), list(found.sides)
-    if (trainer.compute_dtype, generator.dtype) != ("float32", "float32"):
-        in_float32 = replace(trainer, compute_dtype="float32"), replace(generator, dtype="float32")
-        async with Launcher(log_dir / "float32", hosts) as launcher:
-            running = await _start(launcher, models, *in_float32)
+    wider = [] if trainer.head_dtype or "float32" in (trainer.compute_dtype, generator.dtype) else [_WIDE_HEAD]
+    wider += [] if trainer.compute_dtype == generator.dtype == "float32" else [_WIDE]
+    for name, of_trainer, of_generator in wider:
+        widened = replace(trainer, **of_trainer), replace(generator, **of_generator)
+        async with Launcher(log_dir / name.replace(" ", "-"), hosts) as launcher:
+            running = await _start(launcher, models, *widened)
             if running.frozen is None:
                 await running.generate.pull_model_state_dict(await running.train.push_model_state_dict())
-            train, generate = running.frozen or (running.train, running.generate)
-            exact_p = await _score(train, found.sequences, one_by_one=True)
-            exact_q = await _rescore(generate, found.sequences)
-        mismatches.append(_mismatch("- and float32 on both sides", exact_p, exact_q))
-        sides.append(_mismatch(f"trainer: float32, not {trainer.compute_dtype}", exact_p, found.single))
-        sides.append(_mismatch(f"generator: float32, not {generator.dtype}", exact_q, found.pulled))
-    means = [mismatch.mean for mismatch in mismatches]
-    explanation = " ".join(
-        [*compare_tokenizers(*models), explain(means, found.stepped.mean, adapter=trainer.lora is not None)]
-    )
-    return Parity(tuple(mismatches), found.stepped, tuple(sides), len(found.single), explanation)
+            p, q = await _alone(*(running.frozen or (running.train, running.generate)), found.sequences)
+        mismatches.append(_mismatch(f"- and {name} on both sides", p, q))
+        was = (trainer.compute_dtype, generator.dtype)
+        sides.append(_mismatch(f"trainer: {name}, not {was[0]}", p, found.single))
+        sides.append(_mismatch(f"generator: {name}, not {was[1]}", q, found.pulled))
+    causes = [HEAD_CAUSE, DTYPE_CAUSE][-len(wider) :] if wider else []
+    sentence = explain([m.mean for m in mismatches], found.stepped.mean, [*found.causes, *causes])
+    explanation = " ".join([*compare_tokenizers(*models), sentence])
+    return Parity(tuple(mismatches), found.stepped, tuple(sides), len(found.single), vocabulary, explanation)
+
+
+def _measured(generator: GeneratorConfig, trainer: TrainerConfig, model: Path) -> GeneratorConfig:
+    """The generator's configuration with what is measured: all words, and experts if the trainer can replay them."""
+    replays = find_engine(trainer.engine).replays_routes and not trainer.compile
+    routes = replays and experts_of(read_config(model)) is not None
+    return replace(generator, routes=routes, engine_args={**generator.engine_args, "max_logprobs": -1})
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +185,8 @@ class Comparison:
     sides: tuple[Mismatch, ...]
     sequences: tuple[tuple[Tokens, Tokens], ...]
     """(prompt, completion) pairs."""
+    causes: tuple[str, ...]
+    """What each removal took away, one fewer than `mismatches`."""
     single: Logprobs
     """The trainer's log-probs of all completions, each scored alone. If there is an adapter, it is left out."""
     pulled: Logprobs
@@ -175,11 +199,14 @@ async def compare(
     prompts: Sequence[Tokens],
     sampling: SamplingParams,
     frozen: tuple[Trainer, Generator] | None = None,
+    *,
+    replays_routes: bool = False,
 ) -> Comparison:
     """Compares a running trainer and generator in all but the dtype. Does an optimizer step, a push and a pull.
 
     If an adapter is trained, `frozen` are both sides without it, and it does an optimizer step before all else: a new
-    adapter changes nothing, so nothing could be wrong with it.
+    adapter changes nothing, so nothing could be wrong with it. `replays_routes` says whether the run does; if the
+    generator returns routes, everything but the first comparison does in any case.
     """
     sampling = replace(sampling, stop=(), seed=0)
     rate = _LEARNING_RATE if frozen is None else _ADAPTER_LEARNING_RATE
@@ -189,14 +216,15 @@ async def compare(
     pairs = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group]
     sequences = tuple((prompt, sample.tokens) for prompt, sample in pairs)
     sampled = np.concatenate([sample.logprobs for _, sample in pairs])
-    packed, single = await _score(train, sequences), await _score(train, sequences, one_by_one=True)
-    configured, distribution = await _score_as_sampled(train, pairs, packed)
-    loaded = await _rescore(generate, sequences)
+    mismatches, causes, distribution = await _compare_as_sampled(train, pairs, sampled, replays_routes)
+    loaded, routes = await _rescore(generate, sequences)
+    before = await _score(train, sequences, routes)
     await generate.pull_model_state_dict(await train.push_model_state_dict())
-    pulled = await _rescore(generate, sequences)
-    mismatches = [
-        _mismatch("as configured", configured, sampled),
-        _mismatch("- at temperature 1, uncut", packed, loaded),
+    pulled, routes = await _rescore(generate, sequences)
+    packed = await _score(train, sequences, routes)
+    single = await _score(train, sequences, routes, one_by_one=True)
+    mismatches += [
+        _mismatch("- at temperature 1, uncut", before, loaded),
         _mismatch("- and after a pull", packed, pulled),
         _mismatch("- and one sequence per row", single, pulled),
     ]
@@ -207,11 +235,29 @@ async def compare(
         *distribution,
     )
     await _learn(train, generate, sequences, rate)
-    stepped = _mismatch("after an optimizer step", await _score(train, sequences), await _rescore(generate, sequences))
+    q, routes = await _rescore(generate, sequences)
+    stepped = _mismatch("after an optimizer step", await _score(train, sequences, routes), q)
     if frozen is not None:
-        single, pulled = await _score(frozen[0], sequences, one_by_one=True), await _rescore(frozen[1], sequences)
+        single, pulled = await _alone(*frozen, sequences)
         mismatches.append(_mismatch("- and without the adapter", single, pulled))
-    return Comparison(tuple(mismatches), stepped, sides, sequences, single, pulled)
+        causes.append(ADAPTER_CAUSE)
+    return Comparison(tuple(mismatches), stepped, sides, sequences, tuple(causes), single, pulled)
+
+
+async def _compare_as_sampled(
+    train: Trainer, pairs: Sequence[tuple[Tokens, Completion]], sampled: Logprobs, replays_routes: bool
+) -> tuple[list[Mismatch], list[str], list[Mismatch]]:
+    """The first comparisons: as configured and, if that is another, with the generator's experts.
+
+    Returns them, all causes, and the effects of temperature and cut.
+    """
+    configured, distribution = await _score_as_sampled(train, pairs, replays_routes=replays_routes)
+    mismatches = [_mismatch("as configured", configured, sampled)]
+    if replays_routes or any(sample.routes is None for _, sample in pairs):
+        return mismatches, [*CAUSES], distribution
+    replayed, _ = await _score_as_sampled(train, pairs, replays_routes=True)
+    mismatches.append(_mismatch("- with the generator's experts", replayed, sampled))
+    return mismatches, [EXPERTS_CAUSE, *CAUSES], distribution
 
 
 async def _learn(train: Trainer, generate: Generator, sequences: Sequence[tuple[Tokens, Tokens]], rate: float) -> None:
@@ -222,15 +268,14 @@ async def _learn(train: Trainer, generate: Generator, sequences: Sequence[tuple[
     await generate.pull_model_state_dict(await train.push_model_state_dict())
 
 
-def explain(means: Sequence[float], stepped: float, *, adapter: bool = False) -> str:
+def explain(means: Sequence[float], stepped: float, causes: Sequence[str]) -> str:
     """One sentence that says how much of the mismatch each cause explains.
 
-    `means` are the mean mismatches as configured and after each removal, `stepped` the one after an optimizer step.
-    With `adapter`, leaving it out is the last removal but the dtype's.
+    `means` are the mean mismatches as configured and after the removal of each of `causes`, `stepped` the one after an
+    optimizer step.
     """
-    causes = (*_CAUSES[:3], *([_ADAPTER_CAUSE] if adapter else []), *_CAUSES[3:])
     first, last = means[0], means[-1]
-    if stepped > max(2 * means[2], _NEGLIGIBLE):
+    if stepped > max(2 * means[causes.index(CAUSES[1]) + 1], _NEGLIGIBLE):
         return f"After an optimizer step the mismatch is {stepped:.2e}: the pulled weights are not the trainer's."
     if first <= _NEGLIGIBLE:
         return f"There is no mismatch to explain: {first:.2e} is what float32 leaves."
@@ -263,35 +308,52 @@ async def _start(
     return _Running(train, generate, (await launcher.reference(models[0], trainer), generate.unbound))
 
 
+async def _alone(
+    train: Trainer, generate: Generator, sequences: Sequence[tuple[Tokens, Tokens]]
+) -> tuple[Logprobs, Logprobs]:
+    """Both sides' log-probs of all completions' tokens, each sequence in a row of its own."""
+    q, routes = await _rescore(generate, sequences)
+    return await _score(train, sequences, routes, one_by_one=True), q
+
+
 async def _score(
     trainer: Trainer,
     sequences: Sequence[tuple[Tokens, Tokens]],
+    routes: Sequence[Ids | None],
     *,
     one_by_one: bool = False,
 ) -> Logprobs:
     """The trainer's log-probs of all completions' tokens, at temperature 1, concatenated."""
-    batch = [text_to_datum(*sequence, "completion") for sequence in sequences]
+    batch = [
+        replace(text_to_datum(*sequence, "completion"), routes=each)
+        for sequence, each in zip(sequences, routes, strict=True)
+    ]
     return await _score_data(trainer, [[datum] for datum in batch] if one_by_one else [batch])
 
 
 async def _score_as_sampled(
-    trainer: Trainer, pairs: Sequence[tuple[Tokens, Completion]], plain: Logprobs
+    trainer: Trainer, pairs: Sequence[tuple[Tokens, Completion]], *, replays_routes: bool
 ) -> tuple[Logprobs, list[Mismatch]]:
     """The trainer's log-probs under the distribution that was sampled from; what temperature and cut do to them.
 
-    `plain` are its log-probs at temperature 1, uncut. Prompts need no kept words, because nothing of them is scored.
+    Prompts need no kept words, because nothing of them is scored.
     """
-    whole = [
-        replace(text_to_datum(prompt, sample.tokens, "completion"), temperature=sample.temperature or 1.0)
-        for prompt, sample in pairs
-    ]
+    plain = [text_to_datum(prompt, sample.tokens, "completion") for prompt, sample in pairs]
+    if replays_routes:
+        each = [np.concatenate([s.routes.prompt, s.routes.sampled]) if s.routes else None for _, s in pairs]
+        plain = [replace(datum, routes=routes) for datum, routes in zip(plain, each, strict=True)]
+    whole = [replace(d, temperature=s.temperature or 1.0) for d, (_, s) in zip(plain, pairs, strict=True)]
     batch = [
         datum if sample.kept is None else replace(datum, kept=after_prompt(prompt, sample.kept))
         for datum, (prompt, sample) in zip(whole, pairs, strict=True)
     ]
+    hot = any(datum.temperature != 1 for datum in whole)
     uncut = await _score_data(trainer, [whole])
     configured = await _score_data(trainer, [batch]) if any(datum.kept for datum in batch) else uncut
-    rows = {"trainer: at temperature 1": (plain, uncut), "trainer: of all words, not kept ones": (uncut, configured)}
+    rows = {
+        "trainer: at temperature 1": (await _score_data(trainer, [plain]) if hot else uncut, uncut),
+        "trainer: of all words, not kept ones": (uncut, configured),
+    }
     return configured, [_mismatch(name, p, q) for name, (p, q) in rows.items() if not np.array_equal(p, q)]
 
 
@@ -303,15 +365,19 @@ async def _score_data(trainer: Trainer, calls: Sequence[list[Datum]]) -> Logprob
     )
 
 
-async def _rescore(generator: Generator, sequences: Sequence[tuple[Tokens, Tokens]]) -> Logprobs:
-    """The generator's log-probs of all completions' tokens, at temperature 1, concatenated."""
+async def _rescore(
+    generator: Generator, sequences: Sequence[tuple[Tokens, Tokens]]
+) -> tuple[Logprobs, list[Ids | None]]:
+    """The generator's log-probs of all completions' tokens, at temperature 1, concatenated; its experts, if any."""
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=True)
     groups = await asyncio.gather(*(generator.generate([*prompt, *answer], sampling) for prompt, answer in sequences))
     scored: list[Logprobs] = []
+    routes: list[Ids | None] = []
     for (prompt, _), (completion,) in zip(sequences, groups, strict=True):
         assert completion.prompt_logprobs is not None
         scored.append(np.array(completion.prompt_logprobs[len(prompt) - 1 :]))
-    return np.concatenate(scored)
+        routes.append(None if completion.routes is None else completion.routes.prompt[:-1])
+    return np.concatenate(scored), routes
 
 
 def _mismatch(name: str, p: Logprobs, q: Logprobs) -> Mismatch:

@@ -1,9 +1,10 @@
 """A run's rollouts: which problems each step gets, how they are sampled, and how held-out problems are evaluated."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from controller.runs.loop_config import HeldOut, RolloutLoopConfig
 from controller.runs.models import resolve_model, resolve_teacher
@@ -75,12 +76,17 @@ class RolloutSource:
     async def _groups(self, generator: Generator, start: int, count: int, num_samples: int, seed: int) -> list[Group]:
         """Groups of `count` problems, with seeds from `seed` on. A replay takes them from its recording instead."""
         if self._recording is not None:
-            return self._recording.train_groups(start, count)
+            return [self.renderer.read_again(group) for group in self._recording.train_groups(start, count)]
         problems = self._config.env.train_problems(self._config.seed, start, count)
         seeded = replace(self.sampling, seed=seed)
         return await rollout_groups(
             generator, self.renderer, problems, seeded, num_samples, time_limit_s=self._time_limit_s
         )
+
+    def restored(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a `RolloutQueue` from a checkpoint, whose groups have the files of images only, as it was."""
+        groups = [self.renderer.read_again(group) for group in values.get("finished_groups", ())]
+        return {**values, "finished_groups": groups} if groups else {**values}
 
     async def evaluate(self, generator: Generator) -> Evaluation:
         """Evaluates on the held-out problems, one set after the other, with `eval_samples` answers to each."""

@@ -11,8 +11,10 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
 from controller.server.answers import Answer, PendingAnswer, answer
+from controller.server.image_chunks import image_tokens
 from controller.server.served_models import ServedModel
 from controller.server.wire import csr_rows
+from rl.images import images_of, join_tokens
 from rl.lora import Policy
 from rl.types import Completion, SamplingParams
 
@@ -145,19 +147,16 @@ class SamplingClients:
         return Answer.protobuf(response.SerializeToString())
 
 
-def read_request(request: types.SampleRequest, model: ServedModel) -> tuple[list[int], SamplingParams]:
+def read_request(request: types.SampleRequest, model: ServedModel) -> tuple[tuple[int, ...], SamplingParams]:
     """The prompt's tokens and how to sample. Raises ValueError naming what is not supported."""
     for name in _UNSUPPORTED:
         if getattr(request, name):
             raise ValueError(
                 f"{name} is not supported; prompt_logprobs, topk_prompt_logprobs and target_prompt_logprobs are"
             )
-    for chunk in request.prompt.chunks:
-        if not isinstance(chunk, types.EncodedTextChunk):
-            raise ValueError(
-                f"the prompt has a chunk of kind {chunk.type}; this server samples from text only: leave it out"
-            )
-    prompt = request.prompt.to_ints()
+    prompt = _read_prompt(request.prompt, model)
+    if images_of(prompt) and request.target_prompt_logprobs is not None:
+        raise ValueError("target_prompt_logprobs is not supported for prompts with images; prompt_logprobs is")
     for token in prompt:
         if not 0 <= token < model.vocab_size:
             raise ValueError(f"the prompt has the token {token}; token ids are from 0 to {model.vocab_size - 1}")
@@ -184,6 +183,22 @@ def read_request(request: types.SampleRequest, model: ServedModel) -> tuple[list
         topk_prompt_logprobs=request.topk_prompt_logprobs,
     )
     return prompt, sampling
+
+
+def _read_prompt(given: types.ModelInput, model: ServedModel) -> tuple[int, ...]:
+    """The tokens of all chunks, which know their images."""
+    parts: list[Sequence[int]] = []
+    for chunk in given.chunks:
+        if isinstance(chunk, types.EncodedTextChunk):
+            parts.append(chunk.tokens)
+        elif isinstance(chunk, types.ImageChunk) and model.read_image is not None:
+            parts.append(image_tokens("prompt", chunk.data, chunk.expected_tokens, model.read_image))
+        else:
+            kinds = "text only" if model.read_image is None else "text and the bytes of images"
+            raise ValueError(
+                f"the prompt has a chunk of kind {chunk.type}; this server samples from {kinds}: leave it out"
+            )
+    return join_tokens(*parts)
 
 
 def _scores_all(request: types.SampleRequest) -> bool:

@@ -14,6 +14,7 @@ from controller.handles.generator_router import GeneratorRouter, openai
 from controller.launching.launcher import Launcher
 from controller.server.answers import Throughput
 from controller.server.config import ModelOptions, ServeConfig
+from controller.server.image_chunks import ReadImage, image_reader
 from controller.server.recovery import Snapshots
 from generator.openai_calls import OpenAICall, OpenAIReply
 from rl.lora import LivePolicy, LoRAConfig, Policy
@@ -55,6 +56,8 @@ class ServedModel:
     """The versions that the generator keeps."""
     openai: Callable[[OpenAICall], Awaitable[OpenAIReply]] | None = None
     """Answers requests in OpenAI's form; None if the generator cannot."""
+    read_image: ReadImage | None = None
+    """Makes tokens of images; None for a model of text."""
     whole: Callable[[], Awaitable[WholeTraining]] | None = None
     """Begins a full fine-tuning; None if the server was started without room for one."""
     throughput: Throughput = field(default_factory=Throughput)
@@ -192,6 +195,7 @@ class WholeModels:
             vocab_size=self._vocab_size,
             snapshots=OneVersion(by_names, 1),
             openai=answer,
+            read_image=image_reader(self._options.directory),
             throughput=self._throughput,
         )
 

@@ -24,6 +24,7 @@ from controller.server.answers import Throughput
 from controller.server.app import make_app
 from controller.server.config import ModelOptions, ServeConfig, is_this_host, model_options
 from controller.server.gateway import Gateway
+from controller.server.image_chunks import image_reader
 from controller.server.keys import Keys, needs_keys
 from controller.server.recovery import RecoveringAdapter, RestartingTrainer, Snapshots
 from controller.server.served_models import Places, ServedModel, WholeModels
@@ -180,6 +181,7 @@ async def _host_one(
         max_context=generator_config.max_model_len,
         vocab_size=vocab_size,
         snapshots=Snapshots(generator.unbound, config.max_snapshots),
+        read_image=image_reader(model),
         whole=whole.begin if config.full else None,
         throughput=throughput,
     )

@@ -102,7 +102,7 @@ class TrainingClient:
 
         `own_losses` are the losses that the client's session has made, by id.
         """
-        batch = await asyncio.to_thread(read_batch, request, own_losses)
+        batch = await asyncio.to_thread(read_batch, request, own_losses, self.model.read_image)
         if batch.forward_only:
             output = await self._current.forward(batch.data, entropy=batch.loss.needs_entropy)
             metrics = await asyncio.to_thread(_evaluate, batch, output)

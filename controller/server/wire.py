@@ -6,7 +6,7 @@ Legend: N tokens of a datum, K targets per token.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,20 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
 from controller.server.config import Limits
+from controller.server.image_chunks import ReadImage, image_tokens
+from rl.images import images_of, join_tokens
 from rl.losses import Loss, get_loss
 from rl.losses.shared import SharedOptions
 from rl.losses.traced_loss import PREFIX, Node, TracedLoss
+from rl.sampling import KeptSets
 from rl.types import REPORTED_WEIGHT, Datum
 
 SERVED_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 """Tinker's losses that have a published formula. `forward_backward_custom` is made of them by the client."""
 OWN_LOSS = "for a loss of your own, there are create_custom_loss, and forward_backward_custom with a function"
-_OPTIONAL_INPUTS = ("weights", "old_logprobs", "reference_logprobs", "temperature")
-"""`temperature` is an input of this server alone: that at which the client sampled, the same number at every token."""
+_OPTIONAL_INPUTS = ("weights", "old_logprobs", "reference_logprobs", "temperature", "kept")
+"""Two are inputs of this server alone: `temperature`, at which the client sampled, the same number at every token, and
+`kept`, int64 [N, W], the words that its cut left for each target, filled up with -1; nothing but -1 for all words."""
 _DTYPES: Mapping[int, Any] = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64}
 
 
@@ -66,7 +70,8 @@ def decode_request(body: bytes, encoding: str | None, max_bytes: int) -> message
 
 def check_size(request: messages.ForwardBackwardRequest, limits: Limits) -> None:
     """Raises ValueError for a batch that is larger than the server takes at once."""
-    num_tokens = sum(len(chunk.encoded_text.tokens) for datum in request.data for chunk in datum.model_input) // 4
+    chunks = [chunk for datum in request.data for chunk in datum.model_input]
+    num_tokens = sum(len(chunk.encoded_text.tokens) // 4 + chunk.image.expected_tokens for chunk in chunks)
     for what, found, limit, option in (
         ("datums", len(request.data), limits.batch_datums, "batch-datums"),
         ("tokens", num_tokens, limits.batch_tokens, "batch-tokens"),
@@ -78,17 +83,19 @@ def check_size(request: messages.ForwardBackwardRequest, limits: Limits) -> None
             )
 
 
-def read_batch(request: messages.ForwardBackwardRequest, own_losses: Mapping[str, Loss]) -> TrainingBatch:
+def read_batch(
+    request: messages.ForwardBackwardRequest, own_losses: Mapping[str, Loss], read_image: ReadImage | None = None
+) -> TrainingBatch:
     """The datums and the loss of a request. `own_losses` are the losses that the client's session has made, by id.
 
-    Raises ValueError naming the datum and the field that cannot be used.
+    `read_image` is of a model that reads images. Raises ValueError naming the datum and the field that cannot be used.
     """
     loss = _read_loss(request, own_losses)
     data: list[Datum] = []
     widths: list[int] = []
     for index, message in enumerate(request.data):
         read = _read_own_datum if isinstance(loss.function, TracedLoss) else _read_datum
-        parts, width = read(f"data[{index}]", message, loss)
+        parts, width = read(f"data[{index}]", message, loss, read_image)
         data += parts
         widths.append(width)
     return TrainingBatch(data=tuple(data), widths=tuple(widths), loss=loss, forward_only=request.forward_only)
@@ -163,9 +170,12 @@ def _read_loss(request: messages.ForwardBackwardRequest, own_losses: Mapping[str
     return get_loss(name, config)
 
 
-def _read_datum(field: str, message: messages.Datum, loss: Loss) -> tuple[list[Datum], int]:
+def _read_datum(
+    field: str, message: messages.Datum, loss: Loss, read_image: ReadImage | None
+) -> tuple[list[Datum], int]:
     """The datum, or K of them that together have its gradient; and K, or 0."""
-    tokens = _read_tokens(f"{field}.model_input", message)
+    sequence = _read_tokens(f"{field}.model_input", message, read_image)
+    tokens, images = np.array(sequence, dtype=np.int64), images_of(sequence)
     arrays = {name: _read_tensor(f"{field}.loss_fn_inputs[{name!r}]", t) for name, t in message.loss_fn_inputs.items()}
     accepted = ("target_tokens", *loss.required_inputs, *_OPTIONAL_INPUTS)
     if loss.name == "gspo":
@@ -182,6 +192,7 @@ def _read_datum(field: str, message: messages.Datum, loss: Loss) -> tuple[list[D
     targets = arrays["target_tokens"]
     if targets.dtype != np.int64:
         raise ValueError(f"{field}.loss_fn_inputs['target_tokens'] is of dtype {targets.dtype}; it must be int64")
+    kept = _read_kept(field, arrays.pop("kept", None))
     inputs = {name: a if name == "target_tokens" else a.astype(np.float32) for name, a in arrays.items()}
     weights = inputs.setdefault("weights", np.ones(targets.shape, np.float32))
     # Our losses skip tokens of weight 0 and report no log-prob for them; Tinker reports all.
@@ -189,18 +200,22 @@ def _read_datum(field: str, message: messages.Datum, loss: Loss) -> tuple[list[D
     inputs["weights"] = np.where(only_reported, REPORTED_WEIGHT, weights).astype(np.float32)
     temperature = _read_temperature(field, inputs.pop("temperature", None))
     if targets.ndim == 1:
-        return [Datum(tokens=tokens, loss_inputs=inputs, temperature=temperature)], 0
+        return [Datum(tokens=tokens, loss_inputs=inputs, temperature=temperature, images=images, kept=kept)], 0
     if loss.name != "cross_entropy" or any(a.shape != targets.shape for a in inputs.values()):
         shapes = {name: a.shape for name, a in inputs.items()}
         raise ValueError(f"{field}.loss_fn_inputs has shapes {shapes}; only cross_entropy takes [N, K], all of one K")
     columns = range(targets.shape[1])
     parts = [{name: np.ascontiguousarray(a[:, k]) for name, a in inputs.items()} for k in columns]
-    return [Datum(tokens=tokens, loss_inputs=part, temperature=temperature) for part in parts], len(columns)
+    whole = Datum(tokens=tokens, loss_inputs={}, temperature=temperature, images=images, kept=kept)
+    return [replace(whole, loss_inputs=part) for part in parts], len(columns)
 
 
-def _read_own_datum(field: str, message: messages.Datum, loss: Loss) -> tuple[list[Datum], int]:
+def _read_own_datum(
+    field: str, message: messages.Datum, loss: Loss, read_image: ReadImage | None
+) -> tuple[list[Datum], int]:
     """The datum with the inputs of a traced loss, and 0."""
-    traced, tokens = loss.function, _read_tokens(f"{field}.model_input", message)
+    traced, sequence = loss.function, _read_tokens(f"{field}.model_input", message, read_image)
+    tokens = np.array(sequence, dtype=np.int64)
     assert isinstance(traced, TracedLoss)
     arrays = {name: _read_tensor(f"{field}.loss_fn_inputs[{name!r}]", t) for name, t in message.loss_fn_inputs.items()}
     inputs: dict[str, NDArray[Any]] = {"weights": np.ones(len(tokens), np.float32)}
@@ -217,7 +232,7 @@ def _read_own_datum(field: str, message: messages.Datum, loss: Loss) -> tuple[li
         traced.check(dtypes, len(tokens))
     except ValueError as error:
         raise ValueError(f"{field}: {error}") from error
-    return [Datum(tokens=tokens, loss_inputs=inputs)], 0
+    return [Datum(tokens=tokens, loss_inputs=inputs, images=images_of(sequence))], 0
 
 
 def _read_temperature(field: str, given: NDArray[np.float32] | None) -> float:
@@ -227,6 +242,18 @@ def _read_temperature(field: str, given: NDArray[np.float32] | None) -> float:
     if not (np.isfinite(given).all() and given.flat[0] > 0 and (given == given.flat[0]).all()):
         raise ValueError(f"{field}.loss_fn_inputs['temperature'] must be one finite number above 0 at every token")
     return float(given.flat[0])
+
+
+def _read_kept(field: str, given: NDArray[Any] | None) -> KeptSets | None:
+    """The kept sets of a datum's targets. The trainer checks the words."""
+    if given is None:
+        return None
+    if given.ndim != 2 or given.dtype != np.int64:
+        raise ValueError(
+            f"{field}.loss_fn_inputs['kept'] is {given.dtype} of shape {list(given.shape)}; it must be int64 [N, W], "
+            "the words that were kept for each target, filled up with -1"
+        )
+    return KeptSets.of([np.unique(row[row >= 0]) for row in given])
 
 
 def _without_effect(loss: Loss, inputs: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
@@ -241,14 +268,21 @@ def _without_effect(loss: Loss, inputs: Mapping[str, NDArray[Any]]) -> NDArray[n
     return np.logical_and.accumulate((advantages == 0) if mask is None else (advantages == 0) & (mask == 0))
 
 
-def _read_tokens(field: str, message: messages.Datum) -> NDArray[np.int64]:
-    """[N] the tokens of all chunks."""
-    chunks: list[NDArray[np.int32]] = []
+def _read_tokens(field: str, message: messages.Datum, read_image: ReadImage | None) -> tuple[int, ...]:
+    """[N] the tokens of all chunks, which know their images."""
+    chunks: list[Sequence[int]] = []
     for chunk in message.model_input:
-        if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
+        kind = chunk.WhichOneof("chunk")
+        if kind == "encoded_text":
+            chunks.append(_from_bytes(field, chunk.encoded_text.tokens, np.int32).tolist())
+        elif kind == "image" and read_image is not None:
+            if chunk.image.HasField("override_dimensions"):
+                raise ValueError(f"{field} has an image with override_dimensions; resize the image in its place")
+            expected = chunk.image.expected_tokens if chunk.image.HasField("expected_tokens") else None
+            chunks.append(image_tokens(field, chunk.image.data, expected, read_image))
+        else:
             raise ValueError(f"{field} has a chunk of kind {kind}; this server trains on text only: leave it out")
-        chunks.append(_from_bytes(field, chunk.encoded_text.tokens, np.int32))
-    return np.concatenate(chunks).astype(np.int64) if chunks else np.zeros(0, np.int64)
+    return join_tokens(*chunks)
 
 
 def _read_tensor(field: str, tensor: messages.Tensor) -> NDArray[Any]:

@@ -39,11 +39,11 @@ def patch_sampling() -> None:
     a top-p, and `return_sampling_mask` is supported on the CPU.
     """
     TopKTopPSampler.forward_cpu = _forward_cpu
-    setattr(CPUModelRunner, "sample_tokens", _sample_tokens)  # noqa: B010
+    setattr(CPUModelRunner, "sample_tokens", sample_with_kept_sets)  # noqa: B010
 
 
 def return_kept_sets(engine: LLMEngine) -> None:
-    """Has the scheduler of an engine pass on what `_sample_tokens` returns.
+    """Has the scheduler of an engine pass on what `sample_with_kept_sets` returns.
 
     Without the option `return_sampling_mask`, for which vLLM would refuse requests that cut nothing.
     """
@@ -51,7 +51,7 @@ def return_kept_sets(engine: LLMEngine) -> None:
     core.engine_core.scheduler.return_sampling_mask = True
 
 
-def _sample_tokens(self: Any, grammar_output: Any) -> Any:
+def sample_with_kept_sets(self: Any, grammar_output: Any) -> Any:
     """vLLM's own method with the kept sets in its output, if a distribution was cut."""
     sampler = self.sampler.topk_topp_sampler
     sampler.kept = None

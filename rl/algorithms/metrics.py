@@ -12,9 +12,10 @@ from rl.data.batching import merge_metrics
 from rl.losses import RESERVED_METRICS
 from rl.losses.shared import MAX_LOG_RATIO
 from rl.system.timeline import CONTROLLER, span
-from rl.types import Datum, ForwardBackwardOutput, Group
+from rl.types import REPORTED_WEIGHT, Datum, ForwardBackwardOutput, Group
 
 Array = NDArray[np.float32]
+_DATUMS_AT_ONCE = 16
 
 
 class PhaseClock:
@@ -105,15 +106,25 @@ def logprob_mismatch(batch: Sequence[Datum], output: ForwardBackwardOutput) -> d
     """
     if not all("logprobs" in datum.loss_inputs for datum in batch):
         return {}
-    pairs = zip(batch, output.logprobs, strict=True)
-    deltas = [(p - d.loss_inputs["logprobs"])[d.counted] for d, p in pairs]
-    delta = np.concatenate([*deltas, np.zeros(0)]).astype(np.float64)
-    if len(delta) == 0:
+    num_counted, distances, ratios, largest = 0, 0.0, 0.0, 0.0
+    for first in range(0, len(batch), _DATUMS_AT_ONCE):  # what fits into the processor's cache, of millions of tokens
+        datums = batch[first : first + _DATUMS_AT_ONCE]
+        given = np.concatenate([datum.loss_inputs["logprobs"] for datum in datums])
+        counted = np.abs(np.concatenate([datum.weights for datum in datums])) > REPORTED_WEIGHT
+        delta = np.where(counted, np.concatenate(output.logprobs[first : first + _DATUMS_AT_ONCE]) - given, 0)
+        distance = np.abs(delta)
+        here = int(np.count_nonzero(counted))
+        num_counted += here
+        distances += float(distance.sum())
+        largest = max(largest, float(distance.max(initial=0.0)))
+        exponents = delta if largest < 1 else np.minimum(delta.astype(np.float64), MAX_LOG_RATIO)
+        ratios += float(np.exp(exponents).sum()) - (len(delta) - here)
+    if num_counted == 0:
         return {}
     return {
-        "logprob_mismatch_mean": float(np.abs(delta).mean()),
-        "logprob_mismatch_max": float(np.abs(delta).max()),
-        "ratio_mean": float(np.exp(np.minimum(delta, MAX_LOG_RATIO)).mean()),
+        "logprob_mismatch_mean": distances / num_counted,
+        "logprob_mismatch_max": largest,
+        "ratio_mean": ratios / num_counted,
     }
 
 

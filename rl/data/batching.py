@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl.data.packing import PrefixGroup, group_by_prefix
+from rl.sampling import routes_fault
 from rl.types import Datum
 
 Result = TypeVar("Result")
@@ -112,11 +113,18 @@ def _pack(sizes: Sequence[int], shard: Sequence[int], budget: int) -> list[tuple
 
 
 def validate_batch(
-    batch: Sequence[Datum], *, required_inputs: Sequence[str] = (), vocab_size: int, max_seq_len: int
+    batch: Sequence[Datum],
+    *,
+    required_inputs: Sequence[str] = (),
+    vocab_size: int,
+    max_seq_len: int,
+    experts: tuple[int, int, int] | None = None,
+    reads_images: bool = False,
 ) -> None:
     """Raises ValueError, naming the datum and the field, if no trainer could compute the batch.
 
-    `required_inputs` names the loss inputs that the loss needs besides `target_tokens`.
+    `required_inputs` names the loss inputs that the loss needs besides `target_tokens`. `experts` is as in
+    `rl.sampling.routes_fault`; None refuses routes.
     """
     if len(batch) == 0:
         raise ValueError("batch is empty; it must hold at least one Datum")
@@ -128,6 +136,9 @@ def validate_batch(
                 f"batch[{i}].tokens has length {len(datum.tokens)}; the model takes between 1 and {max_seq_len} tokens"
             )
         _check_token_ids(f"batch[{i}].tokens", datum.tokens, vocab_size)
+        if datum.images and not reads_images:
+            raise ValueError(f"batch[{i}].images holds {len(datum.images)}; the model, or its engine, takes text only")
+        _check_places(f"batch[{i}].images", datum)
         for name in ("target_tokens", *required_inputs):
             if name not in datum.loss_inputs:
                 raise ValueError(f"batch[{i}].loss_inputs lacks {name!r}; it has {sorted(datum.loss_inputs)}")
@@ -146,6 +157,18 @@ def validate_batch(
             raise ValueError(f"batch[{i}].temperature is {datum.temperature}; it must be finite and above 0")
         if datum.kept is not None and (fault := datum.kept.fault(datum.loss_inputs["target_tokens"], vocab_size)):
             raise ValueError(f"batch[{i}].kept {fault}")
+        _check_routes(f"batch[{i}]", datum, batch[0], experts)
+
+
+def _check_routes(name: str, datum: Datum, first: Datum, experts: tuple[int, int, int] | None) -> None:
+    if (datum.routes is None) != (first.routes is None):
+        raise ValueError(f"{name} and batch[0] differ in having routes; all datums of a batch must have them, or none")
+    if datum.routes is None:
+        return
+    if experts is None:
+        raise ValueError(f"{name}.routes is given, and the layers of this trainer's model have no experts to choose")
+    if fault := routes_fault(datum.routes, len(datum.tokens), experts):
+        raise ValueError(f"{name}.routes {fault}")
 
 
 def _check_array(field: str, array: NDArray[Any], *, integer: bool) -> None:
@@ -161,6 +184,19 @@ def _check_array(field: str, array: NDArray[Any], *, integer: bool) -> None:
     if not np.isfinite(array).all():
         first = int(np.flatnonzero(~np.isfinite(array))[0])
         raise ValueError(f"{field}[{first}] is {array[first]}; every value must be finite")
+
+
+def _check_places(field: str, datum: Datum) -> None:
+    end = 0
+    for number, image in enumerate(datum.images):
+        if not end <= image.start <= len(datum.tokens) - image.num_tokens or image.num_tokens < 1:
+            raise ValueError(
+                f"{field}[{number}] takes {image.num_tokens} tokens from {image.start} on; images must follow each "
+                f"other within the datum's {len(datum.tokens)} tokens"
+            )
+        if not image.inputs:
+            raise ValueError(f"{field}[{number}].inputs is empty; `Renderer.read_again` reads recorded images again")
+        end = image.start + image.num_tokens
 
 
 def _check_token_ids(field: str, array: NDArray[np.int64], vocab_size: int) -> None:

@@ -19,19 +19,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.sampling import KeptSets
+from rl.images import PlacedImage
+from rl.sampling import Ids, KeptSets, joined_routes, padded_routes
 from rl.system.hf_config import num_experts, read_config
 from rl.types import REPORTED_WEIGHT, Datum, Head
 
 Ints = NDArray[np.int64]
-# Most tokens of a document of padding. No model has a shorter context.
-_PADDING_DOCUMENT = 128
-# An opening of fewer tokens is not worth the copies of its keys and values that every document needs.
-_SHORTEST_OPENING = 8
+_PADDING_DOCUMENT = 128  # most tokens of a document of padding; no model has a shorter context
+_SHORTEST_OPENING = 8  # a shorter one is not worth the copies of its keys and values that every document needs
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-"""Sizes that `ModelFlops` needs."""
 _OTHER_ATTENTION = ("kv_lora_rank", "linear_num_key_heads", "hidden_size_per_layer_input", "enable_moe_block")
-"""Settings of layers that `ModelFlops` does not count: latent attention, gated delta rules, Gemma 4."""
+"""`ModelFlops` needs `_SIZES`, and does not count these layers: latent attention, gated delta rules, Gemma 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +92,8 @@ class PackedRow:
     """[P] the temperature of the datum; the same pair of datums of different temperatures occurs once for each."""
     kept: KeptSets | None
     """P sets of words from which the targets were sampled, each another pair. None if no datum has any."""
+    routes: Ids | None
+    """[L, layers, k] the experts of each token. None if no datum has any."""
     pair_index: Ints
     """[S] index of the pair that has the score of the position."""
     datum_index: Ints
@@ -102,6 +102,8 @@ class PackedRow:
     """[S] position within that datum."""
     loss_inputs: Mapping[str, NDArray[Any]]
     """Name -> [S]; always holds `target_tokens` and `weights`."""
+    images: tuple[PlacedImage, ...] = ()
+    """At their places in the row. The tokens of an image belong to one document."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -125,20 +127,17 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
     groups = group_by_prefix(datums, share_prefixes=share_prefixes)
     lengths = [len(datum.tokens) for datum in datums]
     opening = common_opening(datums, groups) if share_opening else 0
-    tokens: list[Ints] = [datums[0].tokens[:opening]]
-    positions: list[Ints] = [np.arange(opening)]
-    scored: list[Ints] = []
-    datum_index: list[Ints] = []
-    datum_position: list[Ints] = []
-    documents: list[Document] = [Document(opening)] if opening else []
+    pieces = [(0, slice(opening))]  # of datums, in the order of the row
+    scored, datum_index, datum_position = list[Ints](), list[Ints](), list[Ints]()
+    documents, images = [Document(opening)] if opening else list[Document](), list[PlacedImage]()
     places = np.arange(max(lengths))  # in the row, of the tokens of the datum in hand
     start = opening  # of what comes next in the row
     for group in groups:
         firsts = [max(shared, opening) for shared in group.shared]
         for i, first in zip(group.members, firsts, strict=True):
             datum, length = datums[i], lengths[i]
-            tokens.append(datum.tokens[first:])
-            positions.append(np.arange(first, length))
+            pieces.append((i, slice(first, length)))
+            images += [image.moved(start - first) for image in datum.images]
             places[first:length] = np.arange(start, start + length - first)
             scored_here = np.flatnonzero(datum.weights)
             scored.append(places[scored_here])
@@ -153,18 +152,20 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
     sets = () if kept is None else (kept.numbers(),)
     pairs, pair_index = _distinct_pairs(of_positions, targets, temperatures, *sets)
     return PackedRow(
-        tokens=np.concatenate(tokens),
-        positions=np.concatenate(positions),
+        tokens=np.concatenate([datums[i].tokens[part] for i, part in pieces]),
+        positions=np.concatenate([np.arange(lengths[i])[part] for i, part in pieces]),
         documents=tuple(documents),
         lengths=tuple(lengths),
         scored=of_positions[pairs],
         targets=targets[pairs],
         temperatures=temperatures[pairs],
         kept=None if kept is None else kept.take(pairs),
+        routes=joined_routes([r if (r := datums[i].routes) is None else r[part] for i, part in pieces]),
         pair_index=pair_index,
         datum_index=index,
         datum_position=position,
         loss_inputs=loss_inputs,
+        images=tuple(images),
     )
 
 
@@ -182,6 +183,7 @@ def pad_row(row: PackedRow, multiple: int) -> PackedRow:
         row,
         tokens=np.concatenate([row.tokens, np.zeros_like(padding)]),
         positions=np.concatenate([row.positions, padding % _PADDING_DOCUMENT]),
+        routes=padded_routes(row.routes, missing),
         documents=(*row.documents, *[Document(_PADDING_DOCUMENT)] * whole, *[Document(rest)] * (rest > 0)),
     )
 
@@ -214,7 +216,7 @@ def group_by_prefix(batch: Sequence[Datum], *, share_prefixes: bool = True) -> l
     """
     if not share_prefixes:
         return [PrefixGroup((i,), (0,)) for i in range(len(batch))]
-    prefixes = [shareable_prefix(datum).tobytes() for datum in batch]
+    prefixes = [_identity(datum, shareable_prefix(datum)).tobytes() for datum in batch]
     shortest: dict[bytes, bytes] = {}
     current: bytes | None = None
     for prefix in sorted(set(prefixes)):  # all that begin alike follow their common beginning
@@ -243,7 +245,7 @@ def common_opening(datums: Sequence[Datum], groups: Sequence[PrefixGroup]) -> in
     """
     if len(groups) < 2:
         return 0
-    prefixes = [shareable_prefix(datums[group.members[0]]) for group in groups]
+    prefixes = [_identity(d, shareable_prefix(d)) for d in (datums[group.members[0]] for group in groups)]
     shortest = min(map(len, prefixes)) - 1
     length = min(_num_alike(prefix[:shortest], prefixes[0][:shortest]) for prefix in prefixes)
     return length if length >= _SHORTEST_OPENING else 0
@@ -364,16 +366,24 @@ def _distributions(datums: Sequence[Datum], index: Ints, flat: Ints) -> tuple[ND
 def _sorted_group(batch: Sequence[Datum], members: Sequence[int]) -> PrefixGroup:
     # In any order by the first difference, such as that of bytes, sequences that begin alike are neighbours.
     if len(members) > 1:
-        members = sorted(members, key=lambda i: batch[i].tokens.tobytes())
-    tokens = [batch[i].tokens for i in members]
+        members = sorted(members, key=lambda i: _identity(batch[i], batch[i].tokens).tobytes())
+    tokens = [_identity(batch[i], batch[i].tokens) for i in members]
     shared = (_num_alike(a, b) for a, b in itertools.pairwise(tokens))
     return PrefixGroup(tuple(members), (0, *shared))
 
 
-def _num_alike(a: Ints, b: Ints) -> int:
+def _identity(datum: Datum, tokens: Ints) -> NDArray[Any]:
+    """[n, ...] for the first n tokens of a datum, what others must have in common: the id, and the experts if any."""
+    if datum.routes is None:
+        return tokens[:, None]
+    both = (np.ascontiguousarray(part) for part in (tokens, datum.routes[: len(tokens)]))
+    return np.concatenate([part.view(np.uint8).reshape(len(part), -1) for part in both], axis=1)
+
+
+def _num_alike(a: NDArray[Any], b: NDArray[Any]) -> int:
     """How many tokens two sequences begin with in common."""
     shortest = min(len(a), len(b))
-    different = a[:shortest] != b[:shortest]
+    different = (a[:shortest] != b[:shortest]).any(1)
     first = int(different.argmax()) if shortest else 0
     return first if shortest and different[first] else shortest
 

@@ -54,9 +54,18 @@ def prompt_fault(value: Any) -> str:
         return f"is {value!r:.80}; text, or messages with 'role' and 'content', are needed"
     for message in cast("list[Any]", value):
         fields = cast("dict[str, Any]", message) if isinstance(message, dict) else {}
-        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
-            return f"holds {message!r:.80}; each message needs 'role' and 'content', both text"
+        content = fields.get("content")
+        if not isinstance(fields.get("role"), str) or not (isinstance(content, str) or _are_parts(content)):
+            return f"holds {message!r:.80}; each message needs 'role' and 'content', both text, or parts with images"
     return ""
+
+
+def _are_parts(content: Any) -> bool:
+    """Whether the content of a message is a list of texts and images."""
+    parts = cast("list[Any]", content) if isinstance(content, list) else []
+    texts = [part for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    images = [part for part in parts if isinstance(part, dict) and part.get("type") == "image" and "image" in part]
+    return bool(parts) and len(texts) + len(images) == len(parts)
 
 
 def read_rows(path: Path, fields: Mapping[str, Fault], row_fault: Fault = no_fault) -> list[dict[str, Any]]:

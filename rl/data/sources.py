@@ -15,7 +15,8 @@ import numpy as np
 
 from rl.advantages import gather_scored
 from rl.checks import check_known
-from rl.data.rows import numpy_order, prompt_fault, read_rows, split, stream, text_fault, without_held_out
+from rl.data.rows import content_id, numpy_order, prompt_fault, read_rows, split, stream, text_fault, without_held_out
+from rl.images import images_of
 from rl.protocols import Env, Problem, Prompt, Trainer
 from rl.rollouts.evaluation import Measurement
 from rl.rollouts.rendering import Renderer, prompt_text
@@ -189,7 +190,9 @@ def text_to_datum(prompt_tokens: Sequence[int], completion_tokens: Sequence[int]
     num_tokens = len(sequence) - 1
     scored = np.arange(num_tokens) >= (len(prompt_tokens) - 1 if train_on == "completion" else 0)
     return Datum(
-        tokens=sequence[:-1], loss_inputs={"target_tokens": sequence[1:], "weights": scored.astype(np.float32)}
+        tokens=sequence[:-1],
+        loss_inputs={"target_tokens": sequence[1:], "weights": scored.astype(np.float32)},
+        images=images_of(prompt_tokens),
     )
 
 
@@ -225,7 +228,7 @@ async def eval_loss(trainer: Trainer, batch: Sequence[Datum]) -> Measurement:
 @functools.lru_cache(maxsize=8)  # a loop asks for examples at every step
 def _read_examples(path: Path) -> list[Example]:
     rows = read_rows(path, {"prompt": prompt_fault, "completion": text_fault})
-    return [Example(id=prompt_text(row["prompt"]), prompt=row["prompt"], completion=row["completion"]) for row in rows]
+    return [Example(id=_id(row["prompt"]), prompt=row["prompt"], completion=row["completion"]) for row in rows]
 
 
 @functools.lru_cache(maxsize=8)
@@ -237,9 +240,16 @@ def _read_preferences(path: Path) -> list[Preference]:
 
     rows = read_rows(path, fields, same_answers)
     return [
-        Preference(id=prompt_text(row["prompt"]), prompt=row["prompt"], chosen=row["chosen"], rejected=row["rejected"])
+        Preference(id=_id(row["prompt"]), prompt=row["prompt"], chosen=row["chosen"], rejected=row["rejected"])
         for row in rows
     ]
+
+
+def _id(prompt: Prompt) -> str:
+    """The prompt's text; of a prompt with images, which may have the same text as many others, also a hash."""
+    text = prompt_text(prompt)
+    is_text = isinstance(prompt, str) or all(isinstance(message["content"], str) for message in prompt)
+    return text if is_text else f"{text} {content_id(prompt)}"
 
 
 def _held_out(read: Callable[[Path], list[Item]], path: Path, eval_path: Path | None) -> list[Item]:

@@ -8,7 +8,6 @@ the rewards are right cannot be known.
 
 import asyncio
 import inspect
-import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -17,10 +16,9 @@ from typing import Any
 from rl.data.rows import prompt_fault
 from rl.protocols import Done, Env, Observation, Prompt
 from rl.rollouts.episodes import checked_reward
-from rl.rollouts.guard import EnvironmentFailedError, call_environment, time_limit_of
+from rl.rollouts.guard import EnvironmentFailedError, call_environment, missing_of, time_limit_of
 
 ROLES = ("system", "user", "assistant", "tool")
-_METHODS = {"train_problems": "(seed, start, count)", "eval_problems": "(count)"}
 _NUM_TRAIN, _NUM_EVAL = 256, 16  # many training problems, because leaks between the splits are found by chance
 _NUM_PLAYED = 4  # problems of each split
 _TIME_LIMIT_S = 10.0  # of a call; shorter than that of a run, because the author waits
@@ -31,13 +29,6 @@ _MAX_TURNS = 100
 _NUM_LIMITS = 6  # the whole check may take this many times the limit of one call
 _STALL_S = 0.2  # a coroutine that blocks the event loop for longer is counted
 _Transcript = list[tuple[Any, ...]]
-
-
-def require_env(env: object) -> None:
-    """Raises ValueError, naming what is missing, unless `env` has what `rl.protocols.Env` asks for."""
-    missing = _missing(env)
-    if missing:
-        raise ValueError(f"env is a {type(env).__name__}, and {missing[0]}; see rl.protocols.Env")
 
 
 class Findings:
@@ -64,7 +55,7 @@ def check_env(env: Env, *, time_limit_s: float | None = None) -> list[str]:
     The whole check usually takes seconds, and at most about six times the limit. It runs an event loop of its own, so
     it must not be called from a coroutine.
     """
-    missing = _missing(env)
+    missing = missing_of(env)
     if missing:
         return missing
     findings = Findings()
@@ -96,26 +87,6 @@ def _call(findings: Findings, name: str, method: Callable[[], Sequence[Any]]) ->
     if computed > _SLOW_S or seconds > 5 * _SLOW_S:
         findings.add(f"{name} took {seconds:.1f} s for {len(problems)} problems, during which the whole loop waits")
     return problems
-
-
-def _missing(env: object) -> list[str]:
-    """One sentence for each attribute of `rl.protocols.Env` that is missing or of the wrong type."""
-    if isinstance(env, type):
-        return [f"{env.__name__} is a class; an instance of it is needed"]
-    found: list[str] = []
-    name, stop = getattr(env, "name", None), getattr(env, "stop", None)
-    if not isinstance(name, str) or not name:
-        found.append(f"its name is {name!r}; a text for readers of the metrics is needed")
-    if not isinstance(stop, tuple) or not all(isinstance(s, str) and s for s in stop):  # pyright: ignore[reportUnknownVariableType]
-        found.append(f"its stop is {stop!r}; a tuple of non-empty strings is needed, () for none")
-    limit = time_limit_of(env)
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance] - it is the user's
-        found.append(f"its call_time_limit_s is {limit!r}; a finite number of seconds above 0 is needed")
-    return found + [
-        f"it has no method {method}{arguments}"
-        for method, arguments in _METHODS.items()
-        if not callable(getattr(env, method, None))
-    ]
 
 
 def _check_streams(findings: Findings, env: Env, train: Sequence[Any], evals: Sequence[Any]) -> None:

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from rl.data.rows import hashed_number
-from rl.envs.check import require_env
 from rl.protocols import Done, Env, Episode, Problem, Prompt, Reply, best_reward_of
-from rl.rollouts.guard import time_limit_of
+from rl.rollouts.guard import require_env, time_limit_of
 
 _MEMORY = 0.98  # of a pass rate, from one episode to the next: it is a mean over the last fifty
 

@@ -2,13 +2,16 @@
 
 Tokens and versions are int32 and log-probs float32, which is what a generator computes. Text stays readable: the
 problem's `prompt`, and of every turn the environment's `prompt` and the model's `text`. A group without rollouts,
-because all of them failed, has no row and does not come back.
+because all of them failed, has no row and does not come back. Of rollouts with images there is one more column: each
+image's file is in the first row that has it, and only its hash in others. What a model reads of it is not recorded.
 """
 
+import hashlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -17,7 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import DTypeLike
 
-from rl.sampling import KeptSets
+from rl.images import PlacedImage, TokensWithImages, images_of
+from rl.sampling import KeptSets, Routes
 from rl.types import Completion, Group, Rollout, Turn
 
 _TOKENS, _LOGPROBS = pa.list_(pa.int32()), pa.list_(pa.float32())
@@ -32,6 +36,8 @@ _TURN = pa.struct(
         ("versions", _TOKENS),
         ("temperature", pa.float64()),
         ("kept", pa.list_(_TOKENS)),
+        ("routes", pa.large_binary()),
+        ("routes_shape", _TOKENS),
         ("prompt_logprobs", _LOGPROBS),
     ]
 )
@@ -51,6 +57,10 @@ SCHEMA = pa.schema(
     ]
 )
 """The columns of every file: `group` and `sample` count from 0 within the file and within the group."""
+_IMAGES, _TEXT, _COUNT = "images", pa.string(), pa.int32()
+_IMAGE = pa.struct(
+    [("turn", _COUNT), ("start", _COUNT), ("num_tokens", _COUNT), ("hash", _TEXT), ("file", pa.binary())]
+)
 _IN_TURN = "turns.list.element."
 # Few different values; a dictionary of tokens or of unique texts would only take time.
 _DICTIONARIES = ["step", "split", "group", "problem_id", "prompt", f"{_IN_TURN}versions.list.element"]
@@ -87,7 +97,9 @@ def groups_to_table(groups: Sequence[Group]) -> pa.Table:
             _offsets([rollout.turns for rollout in rollouts]), _turns([t for r in rollouts for t in r.turns])
         ),
     }
-    return pa.table(columns, schema=SCHEMA)
+    table = pa.table(columns, schema=SCHEMA)
+    images = _images(rollouts)
+    return table.append_column(_IMAGES, pa.array(images, pa.list_(_IMAGE))) if any(images) else table
 
 
 def table_to_groups(table: pa.Table) -> list[Group]:
@@ -97,9 +109,11 @@ def table_to_groups(table: pa.Table) -> list[Group]:
     missing += [f"turns.{field.name}" for field in _TURN if not missing and field.name not in of_turns]
     if missing:
         raise ValueError(f"it has no column {missing[0]!r}")
+    images = table[_IMAGES].to_pylist() if _IMAGES in table.column_names else []
     table = table.select(SCHEMA.names).cast(SCHEMA)
     turns = table["turns"].combine_chunks()
     offsets, played = turns.offsets.to_pylist(), _played(turns.values)
+    _put_back(images, offsets, played)
     names = [name for name in SCHEMA.names if name not in ("turns", "truncated")]
     groups: dict[int, tuple[dict[str, Any], list[Rollout]]] = {}
     for place, row in enumerate(table.select(names).to_pylist()):
@@ -172,6 +186,8 @@ def _turns(turns: Sequence[Turn]) -> pa.StructArray:
         "versions": _numbers([completion.versions for completion in completions], np.int32),
         "temperature": pa.array([float(completion.temperature) for completion in completions], pa.float64()),
         "kept": _sets([completion.kept for completion in completions]),
+        "routes": pa.array([_bytes(completion.routes) for completion in completions], pa.large_binary()),
+        "routes_shape": _numbers([_shape(completion.routes) for completion in completions], np.int32),
         "prompt_logprobs": _numbers(of_prompts, np.float32),
     }
     return pa.StructArray.from_arrays([columns[field.name] for field in _TURN], fields=list(_TURN))
@@ -182,7 +198,8 @@ def _played(turns: pa.StructArray) -> list[Turn]:
         *(turns.field(name).to_pylist() for name in ("prompt", "text", "finish_reason", "temperature")), strict=True
     )
     names = ("prompt_tokens", "tokens", "logprobs", "versions", "prompt_logprobs")
-    numbers = zip(*(_tuples(turns.field(name)) for name in names), _kept(turns.field("kept")), strict=True)
+    arrays = _kept(turns.field("kept")), _routes(turns.field("routes"), turns.field("routes_shape"))
+    numbers = zip(*(_tuples(turns.field(name)) for name in names), *arrays, strict=True)
     return [
         Turn(
             prompt_tokens=prompt_tokens or (),
@@ -194,14 +211,50 @@ def _played(turns: pa.StructArray) -> list[Turn]:
                 finish_reason=reason,
                 temperature=temperature,
                 kept=kept,
+                routes=routes,
                 prompt_logprobs=of_prompt,
             ),
             prompt=prompt,
         )
-        for (prompt, text, reason, temperature), (prompt_tokens, tokens, logprobs, versions, of_prompt, kept) in zip(
-            values, numbers, strict=True
-        )
+        for (prompt, text, reason, temperature), (
+            prompt_tokens,
+            tokens,
+            logprobs,
+            versions,
+            of_prompt,
+            kept,
+            routes,
+        ) in zip(values, numbers, strict=True)
     ]
+
+
+def _images(rollouts: Sequence[Rollout]) -> list[list[dict[str, Any]]]:
+    """The images of each rollout; each file once."""
+    known: set[str] = set()
+    rows: list[list[dict[str, Any]]] = []
+    for rollout in rollouts:
+        rows.append([])
+        for number, turn in enumerate(rollout.turns):
+            for image in images_of(turn.prompt_tokens):
+                key = hashlib.sha256(image.data).hexdigest()
+                place = {"turn": number, "start": image.start, "num_tokens": image.num_tokens, "hash": key}
+                rows[-1].append({**place, "file": None if key in known else image.data})
+                known.add(key)
+    return rows
+
+
+def _put_back(rows: Sequence[Sequence[Mapping[str, Any]]], offsets: Sequence[int], played: list[Turn]) -> None:
+    """`_images` backwards: gives the turns their images, without what a model reads of them."""
+    files = {each["hash"]: each["file"] for row in rows for each in row if each["file"] is not None}
+    for row, first in zip(rows, offsets, strict=False):
+        for number, of_turn in itertools.groupby(row, lambda each: each["turn"]):
+            images = [
+                PlacedImage(start=each["start"], num_tokens=each["num_tokens"], data=files[each["hash"]], inputs={})
+                for each in of_turn
+            ]
+            turn = played[first + number]
+            tokens = TokensWithImages(turn.prompt_tokens, images)
+            played[first + number] = replace(turn, prompt_tokens=tokens)
 
 
 def _numbers(sequences: Sequence[Sequence[float] | None], dtype: DTypeLike) -> pa.ListArray:
@@ -241,6 +294,28 @@ def _kept(lists: pa.ListArray) -> list[KeptSets | None]:
     every = KeptSets(ids, words.offsets.to_numpy().astype(np.int64))
     parts = (every.part(start, stop) for start, stop in itertools.pairwise(offsets))
     return [kept.compact() if there else None for kept, there in zip(parts, valid, strict=True)]
+
+
+def _bytes(routes: Routes | None) -> bytes | None:
+    return None if routes is None else routes.prompt.tobytes() + routes.sampled.tobytes()
+
+
+def _shape(routes: Routes | None) -> tuple[int, ...] | None:
+    """Tokens of the prompt, and sampled ones; layers, experts of a token, bytes of an expert."""
+    return None if routes is None else (len(routes.prompt), *routes.sampled.shape, routes.sampled.itemsize)
+
+
+def _routes(every: pa.LargeBinaryArray, shapes: pa.ListArray) -> list[Routes | None]:
+    """What `_bytes` and `_shape` were made of."""
+    found: list[Routes | None] = []
+    for experts, shape in zip(every.to_pylist(), _tuples(shapes), strict=True):
+        if shape is None:
+            found.append(None)
+            continue
+        num_prompt, _, *layers, itemsize = shape
+        ids = np.frombuffer(experts, np.uint8 if itemsize == 1 else np.uint16).reshape(-1, *layers)
+        found.append(Routes(ids[:num_prompt], ids[num_prompt:]))
+    return found
 
 
 def _tuples(lists: pa.ListArray) -> list[tuple[Any, ...] | None]:

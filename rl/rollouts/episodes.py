@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.images import images_of, join_tokens
 from rl.protocols import Done, Episode, Generator, Observation, Problem, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, EnvironmentFailedError, call_environment
 from rl.rollouts.rendering import ChatTemplateError, Renderer, prompt_text
-from rl.sampling import KeptSets
+from rl.sampling import Ids, KeptSets
 from rl.types import Answer, Completion, Datum, Group, Rollout, SamplingParams, Turn, open_reasoning
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -135,7 +136,7 @@ class _Player:
 
     async def _play(self, problem: Problem, sample: int, first: Turn) -> Rollout:
         turns, prompt, environment_s = [first], problem.prompt, 0.0
-        sequence = [*first.prompt_tokens, *first.completion.tokens]
+        sequence = join_tokens(first.prompt_tokens, first.completion.tokens)
         chat = not isinstance(problem.prompt, str)
         episode: Episode = await call_environment(problem.start, time_limit_s=self.time_limit_s)
         while True:
@@ -148,7 +149,7 @@ class _Player:
                 metrics = {name: float(value) for name, value in reply.metrics.items()}
                 return self._rollout(turns, reward, environment_s, metrics=metrics)
             tokens = self._encode_reply(reply, turns[-1].completion, chat=chat)
-            sequence += tokens
+            sequence = join_tokens(sequence, tokens)
             room = self.room(len(sequence))
             if room < 1:  # `reward` is the observation's: what the episode is worth if it ends here
                 return self._rollout(turns, reward, environment_s, out_of_context=True)
@@ -158,7 +159,7 @@ class _Player:
             prompt = reply.messages
             (completion,) = await self.generator.generate(sequence, sampling, 1)
             turns.append(Turn(prompt_tokens=tokens, completion=completion, prompt=prompt_text(prompt)))
-            sequence += completion.tokens
+            sequence = join_tokens(sequence, completion.tokens)
 
     def _answer(self, prompt: Prompt, turn: Turn) -> Answer:
         """What the model said. It begins inside reasoning if its prompt ends there."""
@@ -247,6 +248,20 @@ def group_to_data(
     ]
 
 
+async def groups_to_data(
+    groups: Sequence[Group],
+    advantage: Callable[..., NDArray[np.float64]],
+    *,
+    keep: Callable[[Rollout], bool] = lambda _rollout: True,
+) -> list[Datum]:
+    """`group_to_data` of all groups, in order. Other tasks run between two groups, however many tokens they have."""
+    batch: list[Datum] = []
+    for group in groups:
+        batch += group_to_data(group, advantage, keep=keep)
+        await asyncio.sleep(0)
+    return batch
+
+
 def with_tokens(groups: Sequence[Group]) -> list[Rollout]:
     """The rollouts of all groups, in order, without those in which the model sampled no token."""
     return [rollout for group in groups for rollout in group.rollouts if rollout.num_sampled_tokens]
@@ -281,10 +296,10 @@ def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) 
             f"advantage has shape {np.shape(advantage)}; it must be one number, or one for each of the rollout's "
             f"{rollout.num_sampled_tokens} sampled tokens"
         )
-    sequence: list[int] = []
+    whole = join_tokens(*(part for turn in rollout.turns for part in (turn.prompt_tokens, turn.completion.tokens)))
+    sequence = [*whole]
     sampled: list[bool] = []
     for turn in rollout.turns:
-        sequence += (*turn.prompt_tokens, *turn.completion.tokens)
         sampled += [False] * len(turn.prompt_tokens) + [True] * len(turn.completion.tokens)
     if not any(sampled):  # a target for the last token of the prompt; any will do, because it is not scored
         sequence.append(sequence[-1])
@@ -304,6 +319,8 @@ def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) 
         },
         temperature=temperatures.pop(),
         kept=None if kept is None else kept.part(1, len(tokens)),
+        routes=_routes(rollout),
+        images=images_of(whole),
     )
 
 
@@ -321,6 +338,20 @@ def _kept(rollout: Rollout) -> KeptSets | None:
     if all(turn.completion.kept is None for turn in rollout.turns):
         return None
     return KeptSets.joined(parts)
+
+
+def _routes(rollout: Rollout) -> Ids | None:
+    """The experts of all tokens but the last; None if the generator returned none.
+
+    A turn's generator was the first to compute the turn's prompt and, before it, the last token of the turn before.
+    """
+    parts: list[Ids] = []
+    for turn in rollout.turns:
+        if (routes := turn.completion.routes) is None:
+            return None
+        new = len(turn.prompt_tokens) + bool(parts)
+        parts += [routes.prompt[len(routes.prompt) - new :], routes.sampled]
+    return np.concatenate(parts)
 
 
 def with_inputs(batch: Sequence[Datum], **inputs: Sequence[NDArray[Any]]) -> list[Datum]:

@@ -8,6 +8,7 @@ endless backtracking, stops everything and knows no limit; it belongs in a proce
 import asyncio
 import contextvars
 import inspect
+import math
 import threading
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ DEFAULT_TIME_LIMIT_S = 60.0
 MAX_THREADS = 32
 """Calls that run at the same time. Further calls wait, and waiting does not count towards their time limit."""
 
+_METHODS = {"train_problems": "(seed, start, count)", "eval_problems": "(count)"}
 T = TypeVar("T")
 _semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -31,6 +33,33 @@ def time_limit_of(env: object) -> float:
     """Seconds that one call of this environment may take: its own `call_time_limit_s`, or else the default."""
     limit: float = getattr(env, "call_time_limit_s", DEFAULT_TIME_LIMIT_S)
     return limit
+
+
+def require_env(env: object) -> None:
+    """Raises ValueError, naming what is missing, unless `env` has what `rl.protocols.Env` asks for."""
+    missing = missing_of(env)
+    if missing:
+        raise ValueError(f"env is a {type(env).__name__}, and {missing[0]}; see rl.protocols.Env")
+
+
+def missing_of(env: object) -> list[str]:
+    """One sentence for each attribute of `rl.protocols.Env` that is missing or of the wrong type."""
+    if isinstance(env, type):
+        return [f"{env.__name__} is a class; an instance of it is needed"]
+    found: list[str] = []
+    name, stop = getattr(env, "name", None), getattr(env, "stop", None)
+    if not isinstance(name, str) or not name:
+        found.append(f"its name is {name!r}; a text for readers of the metrics is needed")
+    if not isinstance(stop, tuple) or not all(isinstance(s, str) and s for s in stop):  # pyright: ignore[reportUnknownVariableType]
+        found.append(f"its stop is {stop!r}; a tuple of non-empty strings is needed, () for none")
+    limit = time_limit_of(env)
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance] - it is the user's
+        found.append(f"its call_time_limit_s is {limit!r}; a finite number of seconds above 0 is needed")
+    return found + [
+        f"it has no method {method}{arguments}"
+        for method, arguments in _METHODS.items()
+        if not callable(getattr(env, method, None))
+    ]
 
 
 class _Limit:

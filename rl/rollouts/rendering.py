@@ -11,15 +11,17 @@ is encoded as the characters that it is written with.
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, Protocol
 
+from rl.images import PlacedImage, TokensWithImages, images_of
 from rl.protocols import Problem, Prompt
 from rl.rollouts.tokenizer import TextEncoder, load_tokenizer
-from rl.system.hf_config import end_token_ids, read_config
-from rl.types import REASONING
+from rl.system.hf_config import end_token_ids, read_config, vision_of
+from rl.types import REASONING, Group, Turn
 
 # Stands for an answer in a rendered chat. A template that changes answers changes this: it has both cases, digits, a
 # line break and two spaces, and is longer than what a template might cut answers to.
@@ -29,6 +31,22 @@ _QUESTION = {"role": "user", "content": "3141592653589793"}  # digits, which no 
 _LONGEST_OPENING = 64  # tokens that surely hold a delimiter of reasoning and the blanks after it
 Message = Mapping[str, Any]
 _TRUSTED_ROLES = ("system", "developer", "assistant")
+
+
+class ImageRenderer(Protocol):
+    """Turns images of messages into tokens, as one family of models reads them. Made of a model directory."""
+
+    def place(self, tokens: Sequence[int], images: Sequence[Any]) -> tuple[int, ...]:
+        """The tokens of a rendered chat, with as many tokens for each image as it has features, and the images."""
+        ...
+
+    def read(self, image: Any, *, start: int) -> PlacedImage:
+        """One image, whose tokens begin at `start`."""
+        ...
+
+    def alone(self, image: Any) -> tuple[int, ...]:
+        """The tokens that stand for one image, and nothing around them."""
+        ...
 
 
 class ChatTemplateError(ValueError):
@@ -72,16 +90,16 @@ class Renderer:
         """
         if isinstance(prompt, str):
             return self._text.beginning(prompt)
-        chat = _messages(prompt)
+        chat, images = _without_images(_messages(prompt))
         plain = self._encode(self._render(chat))
         if not tools:
-            return plain
+            return self._place(plain, images)
         shown = self._encode(self._render(chat, tools))
         if shown == plain:
             raise ValueError(
                 "the model's chat template shows no tools; ToolEnv.show_tools 'system' describes them in a message"
             )
-        return shown
+        return self._place(shown, images)
 
     def encode_problem(self, problem: Problem) -> tuple[int, ...]:
         """The tokens of a problem's prompt, with its tools if it has any."""
@@ -107,13 +125,13 @@ class Renderer:
         if isinstance(reply, str):
             tokens = self._text.continuation(reply)
             return tokens[tokens[:1] == (*answer_tokens[-1:],) and tokens[0] in self._stops :]
-        messages = _messages(reply)
+        messages, images = _without_images(_messages(reply))
         mark = _MARK
         while _as_json(mark)[1:-1] in _as_json(messages):
             mark += "'"
         rendered = self._render([_QUESTION, {"role": "assistant", "content": mark}, *messages])
         tokens = self._text.rendered(self._behind(mark, rendered.text), rendered.hidden, continues=True)
-        return tokens[self._num_closing(tokens, answer_tokens) :]
+        return self._place(tokens[self._num_closing(tokens, answer_tokens) :], images)
 
     def encode_completion(self, prompt: Prompt, completion: str) -> tuple[int, ...]:
         """The tokens of a given answer to the prompt and the end token, as if the model had sampled them.
@@ -127,7 +145,7 @@ class Renderer:
         Raises `ChatTemplateError` as `encode_reply` does, and ValueError for a tokenizer without an end token: nothing
         would teach the model to stop.
         """
-        chat = () if isinstance(prompt, str) else _messages(prompt)
+        chat = () if isinstance(prompt, str) else _without_images(_messages(prompt))[0]
         end = self._end_of_turn if chat else self._end_of_text
         if not end:
             raise ValueError("the model's tokenizer has no end token (eos_token), which a completion must end with")
@@ -138,6 +156,26 @@ class Renderer:
         if chat and ended and ended[-1] in self._closers:  # the template's, at which the generator does not stop
             return ended[:-1] + end
         return self._text.continuation(text) + end
+
+    def read_again(self, group: Group) -> Group:
+        """A recorded group, which has the files of images only, with what the model reads of them."""
+
+        def whole(turn: Turn) -> Turn:
+            images = [self._images.read(image.data, start=image.start) for image in images_of(turn.prompt_tokens)]
+            return replace(turn, prompt_tokens=TokensWithImages(turn.prompt_tokens, images)) if images else turn
+
+        rollouts = (replace(rollout, turns=tuple(map(whole, rollout.turns))) for rollout in group.rollouts)
+        return replace(group, rollouts=tuple(rollouts))
+
+    def _place(self, tokens: tuple[int, ...], images: Sequence[Any]) -> tuple[int, ...]:
+        return self._images.place(tokens, images) if images else tokens
+
+    @functools.cached_property
+    def _images(self) -> ImageRenderer:
+        vision = vision_of(read_config(self._model))
+        if vision is None:
+            raise ValueError(f"the prompt has an image, and {self._model} is a model of text")
+        return resolve_name(vision.renderer)(self._model)
 
     def _num_closing(self, tokens: Sequence[int], answer_tokens: Sequence[int]) -> int:
         """The number of tokens before a reply that close the answer, if the model has closed it itself, and else 0."""
@@ -259,6 +297,25 @@ def _messages(chat: Prompt) -> list[Message]:
     return [dict(message) for message in chat if not isinstance(message, str)]
 
 
+def _without_images(chat: Sequence[Message]) -> tuple[list[Message], list[Any]]:
+    """The messages, in whose parts the images are left out, and the images in order."""
+    images = [part["image"] for message in chat for part in _parts(message) if part.get("type") == "image"]
+    if not images:
+        return [*chat], images
+
+    def bare(message: Message) -> Message:
+        parts = [{name: value for name, value in part.items() if name != "image"} for part in _parts(message)]
+        return {**message, "content": parts} if parts else message
+
+    return [bare(message) for message in chat], images
+
+
+def _parts(message: Message) -> Sequence[Mapping[str, Any]]:
+    """The parts of a message whose content is not plain text."""
+    content = message.get("content")
+    return content if isinstance(content, list | tuple) else ()
+
+
 def _as_json(value: object) -> str:
     return json.dumps(value, default=str, ensure_ascii=False)
 
@@ -272,4 +329,6 @@ def _led(lead: str, completion: str) -> str:
 
 def prompt_text(prompt: Prompt) -> str:
     """The prompt as plain text for a reader: of a chat, the contents of its messages."""
-    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join("".join(p.get("text", "[image]") for p in _parts(m)) or m["content"] for m in prompt)

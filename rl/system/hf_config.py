@@ -41,8 +41,30 @@ _STATED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"
 """Sizes without which a file describes no model, although transformers has values for them."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """The names that families have for the number of a layer's experts."""
+_OF_WHOLE = ("architectures", "tie_word_embeddings")
+"""Settings of a model with several parts that its `text_config` may repeat with other values."""
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionParts:
+    """What a family of models that read images brings to each process, as importable names "module:name"."""
+
+    renderer: str
+    """Of the controller: a class that is made of a model directory, `rl.rollouts.rendering.ImageRenderer`."""
+    hidden: str
+    """Of the trainer: a function that computes a row with images, `trainer.engines.hf.transformers_policy.Hidden`."""
+    prepare_process: str
+    """Of a generator: a function of the architecture's name, called before anything of vLLM is imported."""
+    prompt: str
+    """Of a generator: a function (tokens, images) -> the prompt that vLLM's engine takes."""
+    tokens: str
+    """Of a generator: a function of such a prompt, of vLLM's own making -> its tokens, which know their images."""
+    tower: tuple[str, ...]
+    """What the names of the vision parameters begin with in transformers."""
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    """Beginnings of parameters' names in transformers -> in checkpoints, where they differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +87,8 @@ class ModelFamily:
     """The most ranks of one generator that are proven; None where vLLM's own limits hold."""
     generator_requires: str = ""
     """A package that vLLM's code of the family imports, and that does not come with vLLM everywhere."""
+    vision: VisionParts | None = None
+    """Of a family that reads images; such a model need not be named a language model."""
 
 
 def find_family(config: Mapping[str, Any]) -> ModelFamily | None:
@@ -74,6 +98,12 @@ def find_family(config: Mapping[str, Any]) -> ModelFamily | None:
         if named and named[0] in family.architectures:
             return family
     return None
+
+
+def vision_of(config: Mapping[str, Any]) -> VisionParts | None:
+    """What the model reads images with, by the settings that `read_config` returns; None for a model of text."""
+    family = find_family(config)
+    return None if family is None else family.vision
 
 
 def proven_architectures() -> tuple[str, ...]:
@@ -124,9 +154,11 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
     Absent keys have the values of the family's configuration class, except sizes that every file states. Rotary
     embeddings are in `rope_parameters` only. Raises ValueError as `read_config_file`, and for null where transformers
-    takes none.
+    takes none. The settings of a language model that is one part of a model (`text_config`) stand for the whole.
     """
-    stated = read_config_file(path)
+    whole = read_config_file(path)
+    of_whole = {key: whole[key] for key in _OF_WHOLE if key in whole}
+    stated = {**whole, **(whole.get("text_config") or {}), **of_whole}
     fields = dict(config_fields(str(stated.get("model_type") or "")))
     if "num_local_experts" in stated and "num_experts" in fields:  # two spellings in Qwen3-MoE; this one goes first
         fields["num_local_experts"] = fields["num_experts"]
@@ -240,6 +272,12 @@ def num_experts(config: Mapping[str, Any]) -> int:
     return int(found) if found > 1 else 0
 
 
+def experts_of(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """Layers, experts of a token, and experts to choose from, by the settings of a mixture; None for a dense model."""
+    count = num_experts(config)
+    return (config["num_hidden_layers"], config.get("num_experts_per_tok") or 0, count) if count else None
+
+
 def trained_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights that are trained and served, by the model directory's files and settings.
 
@@ -312,7 +350,8 @@ def _read_json(file: Path, missing: str) -> Mapping[str, Any]:
 def _architecture(path: Path, config: Mapping[str, Any]) -> str:
     """The first architecture of a language model that the config names. Whether it fits, trainer and generator know."""
     named: list[str] = config.get("architectures") or []
-    language_models = [name for name in named if name.endswith(_LM_SUFFIXES)]
+    reads_images = vision_of(config) is not None
+    language_models = [name for name in named if reads_images or name.endswith(_LM_SUFFIXES)]
     if not language_models:
         raise ValueError(
             f"model directory {path} is of architecture {', '.join(named) or '(none named)'}, which is no language "

@@ -8,6 +8,9 @@
 Hosts keep the version in shared memory, where generators read it as they would read that of a trainer on their own
 host; see `receiving_process`. The push fails if no host has the version in the end. Otherwise it warns of the hosts
 that lack it, whose generators cannot pull it, and tries them again at the next push.
+
+Every rank keeps a copy of its last shards. Hosts that have all of that version are sent only its changes: exactly the
+pairs of bytes that differ, where these are fewer. In bfloat16, small steps leave most weights as they are.
 """
 
 import asyncio
@@ -26,7 +29,7 @@ import torch
 
 from rl.system.hardware import host_identity
 from rl.weights.buffer import BufferLocation, WeightBuffer, held_version, is_kept
-from rl.weights.messages import CAST_AHEAD, LinkAddress, Part, connect, cut_messages, send_messages
+from rl.weights.messages import LinkAddress, OwnShards
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, num_ranks, on_rank_0, own_rank, raise_on_every_rank
 from rl.weights.receiving_process import Received, ReceivingHost, ReceivingProcess, Transfer, receiving_hosts
 from rl.weights.shared_memory import SharedMemoryReceiver
@@ -41,7 +44,6 @@ from rl.weights.versions import (
     WeightsError,
     add_up,
     buffer_size,
-    element_sum,
 )
 
 Ts = TypeVarTuple("Ts")
@@ -91,6 +93,8 @@ class NetworkSender:
         self._published: VersionRecord | None = None
         self._unchanged = False
         self._hosts: Sequence[ReceivingHost] = ()
+        self._have_last: frozenset[str] = frozenset()  # the processes that received all of the last push
+        self._sent: dict[int, torch.Tensor] = {}
         self._announced: deque[frozenset[tuple[str, BufferLocation]]] = deque(maxlen=LIVING_VERSIONS)
 
     async def prepare(self, manifest: Manifest) -> None:
@@ -100,7 +104,7 @@ class NetworkSender:
 
     async def send(self, record: VersionRecord, shards: Iterable[Shard]) -> tuple[VersionRecord, tuple[int, ...]]:
         """Sends the shards until every host has the version or has been given up."""
-        own = _OwnShards(self._manifest, record.full_checksums)
+        own = OwnShards(self._manifest, record.full_checksums, self._sent)
         problem: Exception | None = None
         try:
             for shard in shards:
@@ -109,7 +113,8 @@ class NetworkSender:
             problem = error
         await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
         before = {} if self._published is None else self._published.location
-        push = _Push(record, before, self._index.get_store, self._publisher, self._reader_timeout_s)
+        push = _Push(record, before, self._index.get_store, self._publisher, self._reader_timeout_s, self._have_last)
+        self._have_last = frozenset()
         while (route := await on_rank_0(push.next_route)) is not None:
             try:
                 mine = None, await asyncio.to_thread(own.send, *route)
@@ -145,6 +150,7 @@ class NetworkSender:
         """Enters the version into the index. Returns its record and checksums. Raises `WeightsError`."""
         self._hosts = push.hosts
         record, first = push.result()
+        self._have_last = frozenset(host.process for host in push.hosts if host.identity in record.location)
         places = frozenset(record.location.items())
         if places not in self._announced:  # the headers of announced buffers say which version they hold
             await self._index.announce(record)
@@ -182,44 +188,6 @@ class NetworkReceiver:
             yield buffer
 
 
-class _OwnShards:
-    """What this rank sends of one version."""
-
-    def __init__(self, manifest: Manifest, sums_wanted: bool) -> None:
-        self._manifest = manifest
-        self._indices = {spec.name: index for index, spec in enumerate(manifest)}
-        self._shards: dict[int, tuple[Part, torch.Tensor]] = {}  # by the tensor's index in the manifest
-        self._sums_wanted = sums_wanted
-        self._sums: dict[int, int] = {}
-
-    def add(self, shard: Shard) -> None:
-        """Adds what this rank holds of a tensor."""
-        if shard.local is not None:
-            index = self._indices[shard.name]
-            region = shard.region or [slice(0, size) for size in self._manifest[index].shape]
-            self._shards[index] = Part(index, tuple((s.start, s.stop) for s in region)), shard.local
-
-    def send(self, address: LinkAddress, transfer_id: str) -> dict[int, int]:
-        """Sends all shards. Returns the sums of their bits as they are sent, if wanted. Raises `LinkError`."""
-        self._sums = {}
-        parts = [self._shards[index][0] for index in sorted(self._shards)]
-        with contextlib.closing(connect(address, transfer_id)) as link:
-            messages = list(cut_messages(parts, self._manifest))
-            send_messages(link, messages, self._manifest, self._values, ahead=CAST_AHEAD)
-        return self._sums
-
-    def _values(self, part: Part) -> torch.Tensor:
-        whole, local = self._shards[part.tensor]
-        if part.region:
-            first = whole.region[0][0]
-            begin, end = part.region[0]
-            local = local[begin - first : end - first]
-        if self._sums_wanted:
-            local = local.to(self._manifest[part.tensor].dtype)
-            self._sums[part.tensor] = self._sums.get(part.tensor, 0) + element_sum(local)
-        return local
-
-
 @dataclass(slots=True)
 class _Push:
     """One push, as rank 0 directs it: which hosts it goes to, in which order, and what came of it."""
@@ -230,6 +198,8 @@ class _Push:
     get_store: Callable[[], Awaitable[Store]]
     publisher: str
     reader_timeout_s: float
+    have_last: frozenset[str]
+    """The receiving processes that have the version that every rank sent last."""
     hosts: Sequence[ReceivingHost] = ()
     _id: str = ""
     _chain: Sequence[ReceivingHost] = ()
@@ -257,10 +227,10 @@ class _Push:
         locations = {identity: each.location for identity, each in self._received.items()}
         return replace(self.record, location=locations), first
 
-    async def next_route(self) -> tuple[LinkAddress, str] | None:
-        """Where every rank sends its shards, and the transfer's id; None if no host lacks them, or none can take them.
+    async def next_route(self) -> tuple[LinkAddress, str, bool] | None:
+        """Where every rank sends its shards, the transfer's id, and whether only changes are sent.
 
-        Every host of the chain expects them by then.
+        None if no host lacks them, or none can take them. Every host of the chain expects them by then.
         """
         try:
             self.hosts = self.hosts or await receiving_hosts(await self.get_store())
@@ -269,9 +239,10 @@ class _Push:
                 self._chain = await self._alive(left)
                 if not self._chain:
                     self._num_transfers = _MAX_TRANSFERS  # only the successor of a dead process can help
-                elif await self._begin():
+                elif await self._begin(changes := self.have_last >= {host.process for host in self._chain}):
                     self._num_transfers += 1
-                    return self._chain[0].links, self._id
+                    self.have_last = frozenset()  # now each rank has a part of this version in its copy
+                    return self._chain[0].links, self._id, changes
         except WeightsError as error:
             self._reasons[""] = str(error)
         return None
@@ -291,7 +262,7 @@ class _Push:
         if any(host.identity not in self._received for host in self._chain):
             await self._abandon()
 
-    async def _begin(self) -> bool:
+    async def _begin(self, changes: bool) -> bool:
         """Has every host of the chain expect a transfer. Returns whether all of them do."""
         self._id = uuid.uuid4().hex
         begins: list[Awaitable[object]] = []
@@ -304,6 +275,7 @@ class _Push:
                 reader_timeout_s=self.reader_timeout_s,
                 num_links=num_ranks(),
                 next_host=self._chain[position + 1].links if position + 1 < len(self._chain) else None,
+                changes=changes,
             )
             begins.append(host.call(ReceivingProcess.begin, transfer))
         limit_s = self.reader_timeout_s + 2 * self._idle_s

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol, TypeVar, TypeVarTuple
 
@@ -95,6 +96,8 @@ class Transfer:
     """How many links the version arrives on: one from each of the trainer's ranks, through all hosts."""
     next_host: LinkAddress | None
     """Where every link is passed on to."""
+    changes: bool = False
+    """Whether messages may hold only what changed since the version at `keep`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +140,13 @@ class ReceivingProcess:
         """Locks a buffer against readers and expects links. Raises `WeightsError`."""
         with self._one_at_a_time:
             self._break_off()
-            buffer = self._memory(transfer.record, transfer.publisher).other_than(transfer.keep)
+            memory = self._memory(transfer.record, transfer.publisher)
+            known = memory.newest[0] if transfer.changes and memory.newest is not None else None
+            if transfer.changes and (known is None or known.location != transfer.keep):
+                raise WeightsError("the version whose changes are to come is not here")
+            buffer = memory.other_than(transfer.keep)
             buffer.begin_write(transfer.reader_timeout_s)
-            self._incoming = _Incoming(transfer, buffer)
+            self._incoming = _Incoming(transfer, buffer, known)
 
     def finish(self, transfer_id: str, element_sums: tuple[int, ...] | None) -> Received:
         """Waits until everything has arrived, and makes the version visible. Raises `WeightsError`.
@@ -263,9 +270,11 @@ class _PolicyMemory:
 class _Incoming:
     """A transfer that is under way."""
 
-    def __init__(self, transfer: Transfer, buffer: WeightBuffer) -> None:
+    def __init__(self, transfer: Transfer, buffer: WeightBuffer, known: WeightBuffer | None) -> None:
+        """`known` has the version whose changes arrive in `buffer`, if only changes do."""
         self.transfer = transfer
         self.buffer = buffer
+        self._known = None if known is None else partial(self._place, known)
         self.sealed = False
         self._manifest = transfer.record.manifest
         self._lock = threading.Lock()  # of all below
@@ -288,7 +297,7 @@ class _Incoming:
                 forward = self.transfer.next_host, messages, arrived
                 threading.Thread(target=self._forward, args=forward, daemon=True).start()
             for message in messages:
-                receive_message(link, message, self._manifest, self._place)
+                receive_message(link, message, self._manifest, partial(self._place, self.buffer), self._known)
                 with self._lock:
                     for part in message:
                         self._num_bytes[part.tensor] += part.nbytes(self._manifest)
@@ -344,8 +353,8 @@ class _Incoming:
                     link.interrupt()
         self._ended.set()
 
-    def _place(self, part: Part) -> torch.Tensor:
-        return self.buffer.tensor(self._manifest[part.tensor])[part.slices]
+    def _place(self, buffer: WeightBuffer, part: Part) -> torch.Tensor:
+        return buffer.tensor(self._manifest[part.tensor])[part.slices]
 
     def _forward(self, address: LinkAddress, messages: Sequence[Message], arrived: "SimpleQueue[bool]") -> None:
         def ready() -> None:
@@ -356,6 +365,7 @@ class _Incoming:
         try:  # the next host expects a link, because every host does before the trainer connects
             with closing(connect(address, self.transfer.id)) as link:
                 self._hold(link)
-                send_messages(link, messages, self._manifest, self._place, ready=ready)
+                values = partial(self._place, self.buffer)
+                send_messages(link, messages, self._manifest, values, known=self._known, ready=ready)
         except Exception as error:  # the next host names what is missing
             print(f"weights were not passed on to {address.host}: {error}", flush=True)

@@ -1,6 +1,6 @@
 """Trainer and generator of a tiny model agree, and what was put between them is named.
 
-Covers: controller/handles/adapters.py
+Covers: controller/handles/adapters.py, controller/runs/all_words.py
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import torch
 
 from controller.handles.adapters import BoundGenerator
 from controller.launching.launcher import Launcher
+from controller.runs.all_words import distributions
 from controller.runs.mismatch import Comparison, compare, explain, measure_parity
 from generator.config import GeneratorConfig, LoRALimits
 from rl.data.sources import text_to_datum
@@ -86,14 +87,15 @@ class _StaleGenerator:
 
 
 def _sentence(found: Comparison) -> str:
-    return explain([mismatch.mean for mismatch in found.mismatches], found.stepped.mean)
+    return explain([mismatch.mean for mismatch in found.mismatches], found.stepped.mean, found.causes)
 
 
 def test_each_cause_is_told_from_the_others(tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
     other = export(model, moved(model, 3), torch.float32, tmp_path / "other")
     trainer = TrainerConfig(compute_dtype="float32")
-    generator = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=8)
+    all_words = {"max_logprobs": -1}
+    generator = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=8, engine_args=all_words)
 
     async def main() -> None:
         async with Launcher(tmp_path / "logs") as launcher:
@@ -109,6 +111,9 @@ def test_each_cause_is_told_from_the_others(tmp_path: Path) -> None:
             same = await compare(train, generate, PROMPTS, SAMPLING)
             assert _sentence(same).startswith("There is no mismatch to explain")
             assert same.mismatches[0].mean_exp == pytest.approx(1, abs=1e-4)
+            p, q = await distributions(train, generate, PROMPTS[0])
+            assert p.shape == (min(4, len(PROMPTS[0]) - 1), 64)
+            np.testing.assert_allclose(p, q, atol=1e-4)
             hot = await compare(train, generate, PROMPTS, replace(SAMPLING, temperature=1.5, top_p=0.8))
             assert _sentence(hot).startswith("There is no mismatch to explain")
             effects = {side.name: side.mean for side in hot.sides}
@@ -164,14 +169,13 @@ def test_an_adapter_is_told_from_the_frozen_model(tmp_path: Path) -> None:
             assert isinstance(generate, BoundGenerator)
             frozen = base, generate.unbound
             same = await compare(train, generate, PROMPTS, SAMPLING, frozen)
-            assert explain([m.mean for m in same.mismatches], same.stepped.mean, adapter=True).startswith("There is no")
+            assert _sentence(same).startswith("There is no")
             assert all(mismatch.mean < 1e-4 for mismatch in (*same.mismatches, same.stepped))
             with_adapter = await train.forward([text_to_datum(*same.sequences[0], "completion")])
             without = await base.forward([text_to_datum(*same.sequences[0], "completion")])
             assert abs(with_adapter.logprobs[0] - without.logprobs[0]).max() > 0.01  # it has learned something
             wrong = await compare(_WrongAdapter(train), generate, PROMPTS, SAMPLING, frozen)  # pyright: ignore[reportArgumentType]
-            sentence = explain([m.mean for m in wrong.mismatches], wrong.stepped.mean, adapter=True)
-            assert "100% by the adapter: over the frozen model alone both sides agree." in sentence
+            assert "100% by the adapter: over the frozen model alone both sides agree." in _sentence(wrong)
 
     asyncio.run(main())
 

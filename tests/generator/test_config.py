@@ -38,6 +38,8 @@ from tests.waiting import LIMIT_S
         ({"engine_args": {"logprobs_mode": "raw_logits"}}, r"is set by the generator"),
         ({"engine_args": {"quantization": "fp8"}}, r"is 'fp8' and must be left out: .* nothing can be pulled into"),
         ({"engine_args": {"moe_backend": "flashinfer_trtllm"}}, r"must be left out: others than 'triton'"),
+        ({"head_dtype": "bfloat16"}, r"head_dtype is 'bfloat16'; it must be one of \(None, 'float32'\)"),
+        ({"engine_args": {"hf_overrides": {"head_dtype": "float32"}}}, r"set GeneratorConfig\.head_dtype instead"),
         ({"engine_args": {"enable_eplb": True}}, r"must be left out: vLLM would move experts between ranks"),
     ],
 )

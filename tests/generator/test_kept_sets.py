@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from generator.engine import GenerationEngine
 from rl.losses import get_loss
 from rl.rollouts.episodes import rollout_to_datum
-from rl.types import Datum, Rollout, SamplingParams, Turn
+from rl.types import AdamParams, Datum, Rollout, SamplingParams, Turn
 from tests.generator.conftest import EngineFactory
 from tests.generator.served_models import served_llama
 from trainer.config import TrainerConfig
@@ -21,6 +22,7 @@ from trainer.engines.contract.reference import ReferencePolicy, gradients, impor
 
 pytestmark = pytest.mark.vllm
 
+CAP = 2.0  # of `grpo_async`
 SAMPLING = SamplingParams(max_tokens=24, temperature=0.7, top_p=0.8, seed=0, ignore_eos=True)
 
 
@@ -66,6 +68,33 @@ def test_the_trainer_scores_what_was_sampled(engine: GenerationEngine, model: Pa
     reference = ReferencePolicy(model)
     reference.backward(batch, importance_sampling)
     require_close("gradients", gradients(trainer), reference.gradients(), 1e-5)
+
+
+def test_two_steps_later_every_token_still_has_its_probability(
+    engine: GenerationEngine, model: Path, tmp_path: Path
+) -> None:
+    """As in an asynchronous run: of sets that were cut again, by the new weights, some would lack the sampled token."""
+    batch = _sampled(engine, SAMPLING)
+    trainer = load_engine(TrainerConfig(model=model, compute_dtype="float32"))
+    for _ in range(2):
+        trainer.forward_backward([batch], get_loss("importance_sampling", {"importance_cap": CAP}))
+        trainer.optim_step(AdamParams(learning_rate=3e-3), grad_scale=1 / 100)
+    trainer.export_hf(tmp_path / "model", torch.float32)
+    exact = ReferencePolicy(tmp_path / "model")
+    exact.model.double()
+    num_above = num_cut_off = 0
+    for datum, logprobs in zip(batch, trainer.forward([batch]).logprobs, strict=True):
+        sampled = datum.loss_inputs["logprobs"][datum.counted]
+        ours = np.exp(logprobs[datum.counted] - sampled)
+        expected = np.exp(exact.logprobs(datum).detach().numpy()[datum.counted] - sampled)
+        assert np.isfinite(logprobs).all()
+        np.testing.assert_allclose(ours, expected, rtol=1e-4)
+        assert not ((ours > CAP) & (expected < CAP * (1 - 1e-4))).any()
+        num_above += int((expected > CAP).sum())
+        probs = (exact.logits(datum) / datum.temperature).softmax(-1).detach().numpy()[datum.counted]
+        chosen = probs[np.arange(len(probs)), datum.loss_inputs["target_tokens"][datum.counted]]
+        num_cut_off += int((np.where(probs > chosen[:, None], probs, 0).sum(1) >= SAMPLING.top_p).sum())
+    assert num_above > 0 < num_cut_off, "the two steps have moved too little to show anything"
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 7}, {"min_p": 0.3}, {"top_p": 0.5, "top_k": 9, "min_p": 0.1}])

@@ -24,6 +24,10 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned i, Device *device) { return *device =
 int nvmlDeviceGetHandleByUUID(const char *uuid, Device *device) {
   return *device = strtoul(uuid + 4, NULL, 16) + 1, 0; /* GPU-0000000N-... */
 }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, Device *device) { return *device = 1, 0; }
+int nvmlDeviceGetComputeRunningProcesses(Device device, unsigned *n, void *found) { return *n = 0; }
+int nvmlDeviceGetNvLinkRemoteDeviceType(Device device, unsigned link, int *kind) { return 3; }  /* not supported */
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(Device device, unsigned link, void *found) { return 3; }
 int nvmlDeviceGetIndex(Device device, unsigned *i) { return *i = device - 1, 0; }
 int nvmlDeviceGetName(Device device, char *name, unsigned size) {
   return snprintf(name, size, "pretended NVIDIA H100 80GB HBM3"), 0;

@@ -1,17 +1,21 @@
-"""Kept sets: the words that a cut has left for each token.
+"""Kept sets, the words that a cut has left for each token, and routes, the experts that were chosen.
 
 Covers: rl/sampling.py
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from rl.sampling import KeptSets, SamplingParams
+from rl.sampling import KeptSets, SamplingParams, routes_fault
 
 SETS = KeptSets.of([[3], [], [1, 4, 9], [0, 70_000]])
 TARGETS = np.array([3, 5, 4, 70_000])
+ROUTES = np.array([[[0, 1], [1, 0]], [[2, 0], [1, 2]], [[1, 2], [0, 1]]], np.uint8)
+"""Two experts of each of three tokens, in two layers."""
 
 
 def test_a_cut_has_a_bounded_number_of_words() -> None:
@@ -46,3 +50,17 @@ def test_sets_are_taken_and_joined() -> None:
 )
 def test_faults_are_named(sets: KeptSets, fault: str) -> None:
     assert sets.fault(TARGETS, 80_000) == fault
+
+
+@pytest.mark.parametrize(
+    ("routes", "fault"),
+    [
+        (np.zeros((2, 3, 2)), "has shape (2, 3, 2); (3, 2, 2) is expected: tokens, layers, experts of a token"),
+        (ROUTES.astype(np.int64), "has dtype int64; it must be uint8 or uint16"),
+        (ROUTES + np.uint8(2), "has the expert 4; experts are between 0 and 3"),
+        (np.where(ROUTES == 2, np.uint8(0), ROUTES), "has the expert 0 twice, at position 1 in layer 0"),
+        (ROUTES, ""),
+    ],
+)
+def test_faults_of_routes_are_named(routes: NDArray[Any], fault: str) -> None:
+    assert routes_fault(routes, 3, (2, 2, 4)) == fault

@@ -5,13 +5,13 @@ No engine is imported, so the controller can refuse a mistake before any process
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from rl.checks import how_to_install
-from rl.system.hf_config import is_tied, read_config, read_config_file
+from rl.system.hf_config import experts_of, is_tied, read_config, read_config_file
 from rl.system.model_files import check_head
 from rl.types import Head
 from trainer.config import TrainerConfig
@@ -25,6 +25,9 @@ class ModelLimits:
 
     vocab_size: int
     max_seq_len: int
+    experts: tuple[int, int, int] | None = None
+    """Layers, experts of a token, and experts to choose from; None for a dense model."""
+    reads_images: bool = False
 
 
 class LayoutCheck(Protocol):
@@ -53,6 +56,10 @@ def check_model(config: TrainerConfig) -> ModelLimits:
             f"engines that do are {takers}"
         )
     limits = check(config, hf_config)
+    if config.train_vision and (not limits.reads_images or config.num_ranks > 1 or config.is_frozen):
+        raise ValueError(
+            "TrainerConfig.train_vision is True; that needs a model that reads images, trained as a whole on one rank"
+        )
     if config.head == "lm":
         check_head(config.model, tied=is_tied(hf_config))
     if entry.requires and importlib.util.find_spec(entry.requires) is None:
@@ -60,7 +67,7 @@ def check_model(config: TrainerConfig) -> ModelLimits:
             f"TrainerConfig.engine is {config.engine!r}, which needs a package that is not installed: "
             f"{how_to_install(entry.requires)}"
         )
-    return limits
+    return replace(limits, experts=experts_of(hf_config))
 
 
 def describe_model(path: Path, head: Head) -> Mapping[str, Any]:

@@ -5,9 +5,10 @@ folder.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from rl.system.hf_config import ModelFamily
+from rl.system.hf_config import ModelFamily, VisionParts
 
 
 def check_routers(config: Mapping[str, Any]) -> None:
@@ -32,4 +33,30 @@ QWEN3_5 = ModelFamily(
     engine_args={"enable_prefix_caching": False},
     generator_ranks=1,
     generator_requires="torchvision",
+)
+QWEN3_VL = ModelFamily(
+    architectures=("Qwen3VLForConditionalGeneration",),
+    engine_args={
+        "limit_mm_per_prompt": {"video": 0},
+        # Patches come ready-made and normalised, so vLLM has none to keep.
+        "mm_processor_cache_gb": 0,
+        "mm_device_do_normalize": False,
+        # vLLM's endpoints would fetch any address; with a list of one that is no host, only data URLs are read.
+        "allowed_media_domains": ["none.invalid"],
+    },
+    generator_ranks=1,
+    vision=VisionParts(
+        renderer="rl.vision.qwen_images:QwenImages",
+        hidden="trainer.families.qwen_vl:hidden",
+        prepare_process="generator.image_prompts:prepare_process",
+        prompt="generator.image_prompts:engine_prompt",
+        tokens="generator.image_prompts:tokens_with_images",
+        tower=("model.visual.",),
+    ),
+)
+assert QWEN3_VL.vision is not None
+QWEN2_5_VL = replace(
+    QWEN3_VL,
+    architectures=("Qwen2_5_VLForConditionalGeneration",),
+    vision=replace(QWEN3_VL.vision, renamed={"model.language_model.": "model.", "model.visual.": "visual."}),
 )

@@ -1,5 +1,6 @@
 """The texts of a report: answers of each evaluation, training answers with both sides' log-probs, trees of sessions."""
 
+import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 from controller.runs.folder import CONFIG_FILE, SESSIONS
 from controller.runs.models import resolve_model
 from controller.runs.recording import recorded_files
+from rl.images import images_of
 from rl.rollouts.columns import read_groups, table_to_groups
 from rl.system.disk import read_json, write_whole
 from rl.types import Datum, ForwardBackwardOutput, Rollout
@@ -23,6 +25,7 @@ TOKEN_SAMPLES = "token_samples.json"
 _MAX_EVALUATIONS = 6
 _MAX_PROBLEMS = 8
 _MAX_TOKENS = 400
+_MAX_PICTURE_BYTES = 200_000
 _MAX_STEPS = 6
 _PER_STEP = 3
 _MAX_SESSIONS = 3
@@ -40,9 +43,18 @@ def evaluation_samples(rollouts: Path, decode: Decode | None) -> list[dict[str, 
     for step in shown:
         for group in read_groups(by_step[step])[: 4 * _MAX_PROBLEMS]:
             if group.rollouts and (group.problem_id in problems or len(problems) < _MAX_PROBLEMS):
-                entry = problems.setdefault(group.problem_id, {"prompt": group.prompt, "answers": []})
+                new: dict[str, Any] = {"prompt": group.prompt, "images": _pictures(group.rollouts[0]), "answers": []}
+                entry = problems.setdefault(group.problem_id, new)
                 entry["answers"].append({"step": step, **_answer(group.rollouts[0], decode)})
     return list(problems.values())
+
+
+def _pictures(rollout: Rollout) -> list[str]:
+    """The images of the prompt as data URLs; browsers find out their format. Large ones are left out."""
+    files = [image.data for image in images_of(rollout.turns[0].prompt_tokens)]
+    return [
+        f"data:image/*;base64,{base64.b64encode(file).decode()}" for file in files if len(file) <= _MAX_PICTURE_BYTES
+    ]
 
 
 def _answer(rollout: Rollout, decode: Decode | None) -> dict[str, Any]:

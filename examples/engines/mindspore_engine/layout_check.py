@@ -18,6 +18,7 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
     for name, accepted in (
         ("compute_dtype", "float32"),
         ("compile", False),
+        ("head_dtype", None),
         ("float8", "none"),
         ("activation_checkpointing", "none"),
         ("lora", None),

@@ -51,7 +51,7 @@ def test_half_of_the_reward_is_for_the_tool(tmp_path: Path, found: list[str], re
 
 
 def test_every_mistake_fails_its_tests_and_its_repair_passes() -> None:
-    env = gpu_recipe().agent_env
+    env: Any = gpu_recipe().env
     tasks = [*env.train_problems(seed=0, start=0, count=40), *env.eval_problems(40)]
     assert len({task.files["work.py"] for task in tasks}) > 10
     for task in tasks:

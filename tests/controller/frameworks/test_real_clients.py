@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,7 +118,8 @@ def test_verifiers(engine: GenerationEngine, tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_unmodified_assistant_without_a_network(engine: GenerationEngine) -> None:
-    program = recipe().agent_env.program
+    env: Any = recipe().env
+    program = env.program
     words = [word.replace(str(Path("mini-env").absolute()), MINI) for word in program.argv]
     four = ("-c", "mini.yaml", "-c", "agent.step_limit=4")
     env = Repair(program=replace(program, argv=[*words, *four], shows=(MINI,)))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,8 @@ class FakeRank:
         self.error: Exception | None = None
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(call_one=lambda *args: self._call(name, *args))
+        call = partial(self._call, name)
+        return SimpleNamespace(call_one=call, packed=partial(partial, call))
 
     def _call(self, name: str, *args: Any) -> Any:
         self.calls.append(name)  # when it is sent, not when it is awaited
@@ -62,6 +64,10 @@ class FakeMesh(Mesh):
 
     def rank(self, index: int) -> FakeRank:
         return self.ranks[index]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
 
     @property
     def num_calls(self) -> int:

@@ -5,6 +5,7 @@ Covers: controller/handles/trainer_handle.py, controller/handles/trainer_mesh.py
 
 import asyncio
 import pickle
+import threading
 from collections import UserDict
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,12 @@ import pytest
 
 from controller.handles.trainer_mesh import TrainerMesh
 from rl.losses import get_loss
-from rl.tiny_models import tiny_llama
-from rl.types import AdamParams, Datum
+from rl.tiny_models import tiny_llama, tiny_qwen3_moe
+from rl.types import AdamParams, Datum, ForwardBackwardOutput
 from tests.controller.handles.fake_ranks import FakeMesh, handle_of, make, random_batch
 from trainer.config import TrainerConfig
 from trainer.engines.base import RankFailureError
+from trainer.engines.contract.reference import routed
 
 LENGTHS = (3, 17, 5, 12, 9, 1)
 
@@ -47,6 +49,25 @@ def test_tensor_parallel_ranks_have_one_batch_and_count_once(tmp_path: Path) -> 
     assert local_batches[2] == local_batches[3]
     assert sorted(local_batches[0] + local_batches[2]) == sorted(id(d) for d in batch)
     assert output.metrics["loss"] == sum(LENGTHS)
+
+
+def test_only_the_policy_replays_experts(tmp_path: Path) -> None:
+    model = tiny_qwen3_moe(tmp_path / "model")
+    batch = routed(random_batch(LENGTHS), (2, 2, 4))
+    for options, replays in (({}, True), ({"frozen": True}, False), ({"head": "value"}, False)):
+        config = TrainerConfig(model=model, **options)  # pyright: ignore[reportArgumentType]
+        mesh = FakeMesh(1)
+        asyncio.run(handle_of(mesh, config).forward(batch))
+        sent = [datum.routes is not None for microbatch in mesh.ranks[0].microbatches[0] for datum in microbatch]
+        assert sent == [replays] * len(batch)
+    other = handle_of(FakeMesh(1), TrainerConfig(model=model, engine="fsdp2"))
+    with pytest.raises(ValueError, match="'fsdp2' replays no routes; use one of the engines torchtitan, megatron"):
+        asyncio.run(other.forward(batch))
+    with pytest.raises(ValueError, match=r"TrainerConfig.compile is True, which replays no routes"):
+        TrainerConfig(compile=True).check_routes()
+    dense, _ = make(tmp_path / "dense")
+    with pytest.raises(ValueError, match=r"batch\[0\]\.routes is given, and the layers of this trainer's model have"):
+        asyncio.run(dense.forward(batch))
 
 
 def test_pipeline_stages_get_the_same_local_batch_and_count_once(tmp_path: Path) -> None:
@@ -79,6 +100,62 @@ def test_calls_in_flight_reach_the_ranks_in_order_of_issue(tmp_path: Path) -> No
     asyncio.run(controller())
     for rank in mesh.ranks:
         assert rank.calls == ["forward_backward", "optim_step", "forward"]
+
+
+class Held(UserDict[str, Any]):
+    """Loss inputs that can be read once `released` is set."""
+
+    def __init__(self, inputs: Any) -> None:
+        super().__init__(inputs)
+        self.asked, self.released = threading.Event(), threading.Event()
+
+    def keys(self) -> Any:
+        self.asked.set()
+        assert self.released.wait(60), "the event loop, which sets it, waits too"
+        return super().keys()
+
+
+def test_a_large_batch_keeps_its_place_and_the_loop_runs(tmp_path: Path) -> None:
+    handle, mesh = make(tmp_path, data_parallel_shard=2)
+    (datum,) = random_batch((5,))
+    inputs = Held(datum.loss_inputs)
+
+    async def controller() -> None:
+        calls: list[asyncio.Task[Any]] = [
+            asyncio.create_task(handle.forward_backward([replace(datum, loss_inputs=inputs)], "ppo")),
+            asyncio.create_task(handle.optim_step(AdamParams(learning_rate=0.5))),
+            asyncio.create_task(handle.forward(random_batch((2,)))),
+            asyncio.create_task(handle.zero_grad()),
+        ]
+        while not inputs.asked.is_set():
+            await asyncio.sleep(0)
+        assert mesh.num_calls == 0
+        inputs.released.set()
+        await asyncio.gather(*calls)
+
+    asyncio.run(controller())
+    for rank in mesh.ranks:
+        assert rank.calls == ["forward_backward", "optim_step", "forward", "zero_grad"]
+
+
+def test_a_call_that_is_cancelled_or_refused_is_not_sent(tmp_path: Path) -> None:
+    handle, mesh = make(tmp_path)
+    (datum,) = random_batch((5,))
+    inputs = Held(datum.loss_inputs)
+
+    async def controller() -> None:
+        cancelled = asyncio.create_task(handle.forward_backward([replace(datum, loss_inputs=inputs)], "ppo"))
+        refused = asyncio.create_task(handle.forward([]))
+        later = asyncio.create_task(handle.forward([datum]))
+        while not inputs.asked.is_set():
+            await asyncio.sleep(0)
+        cancelled.cancel()
+        inputs.released.set()
+        outcomes = await asyncio.gather(cancelled, refused, later, return_exceptions=True)
+        assert [type(each) for each in outcomes] == [asyncio.CancelledError, ValueError, ForwardBackwardOutput]
+
+    asyncio.run(controller())
+    assert mesh.ranks[0].calls == ["forward"]
 
 
 def test_an_invalid_batch_is_refused_before_any_rank_is_called(tmp_path: Path) -> None:

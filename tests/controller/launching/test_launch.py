@@ -42,6 +42,11 @@ def refused(start: Callable[[Launcher, Path], object], message: str, tmp_path: P
         (TrainerConfig(tensor_parallel=3), GeneratorConfig(max_model_len=64), "TrainerConfig.tensor_parallel is 3"),
         (TrainerConfig(), GeneratorConfig(max_model_len=64, tensor_parallel=3), "GeneratorConfig.tensor_parallel is 3"),
         (TrainerConfig(), GeneratorConfig(max_model_len=10**6), "max_model_len is 1000000"),
+        (
+            TrainerConfig(head_dtype="float32"),
+            GeneratorConfig(max_model_len=64),
+            "logits are computed in float32 and in bfloat16; set both or neither",
+        ),
         (TrainerConfig(model=Path("elsewhere")), GeneratorConfig(), "TrainerConfig.model is elsewhere; leave it out"),
     ],
 )

@@ -9,6 +9,7 @@ import pickle
 import re
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -116,6 +117,18 @@ def test_answers_find_their_calls() -> None:
         await asyncio.sleep(0.1)  # the answer to the call that was given up comes
         assert await rank.add.call_one(3) == 8
         assert not rank._waiting  # pyright: ignore[reportPrivateUsage]
+
+    _with_rank(test, 5)
+
+
+def test_arguments_pickled_in_a_thread_are_sent_when_asked() -> None:
+    async def test(rank: Rank, handle: Handle) -> None:
+        with ThreadPoolExecutor(1) as thread:
+            send = thread.submit(rank.echo.packed, "large").result()
+        assert await rank.echo.call_one("small") == "small"
+        assert await send() == "large"
+        with pytest.raises(ArgumentsError, match=r"echo: an argument of the call cannot be sent"):
+            rank.echo.packed(threading.Lock())
 
     _with_rank(test, 5)
 

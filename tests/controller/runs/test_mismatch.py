@@ -9,43 +9,59 @@ from pathlib import Path
 
 import pytest
 
-from controller.runs.mismatch import compare_tokenizers, explain
+from controller.runs.mismatch import (
+    ADAPTER_CAUSE,
+    CAUSES,
+    DTYPE_CAUSE,
+    EXPERTS_CAUSE,
+    HEAD_CAUSE,
+    compare_tokenizers,
+    explain,
+)
 from tests.controller.commands.test_cli import RECIPE, ownloop
 from tests.generator.served_models import served_llama
 
-
-@pytest.mark.parametrize(
-    ("means", "stepped", "sentence"),
-    [
-        ([3e-6, 3e-6, 2e-6, 2e-6], 3e-6, "There is no mismatch to explain: 3.00e-06"),
-        ([0.9, 0.03, 0.03, 0.03, 1e-6], 0.03, "mismatch of 9.00e-01 is explained, 97% by sampling away from"),
-        ([0.9, 0.9, 0.03, 0.03, 1e-6], 0.03, "97% by the generator's weights"),
-        ([0.9, 0.4, 0.0, 0.0], 0.0, "56% by sampling away from the model's own distribution (temperature, top_p,"),
-        ([0.9, 0.4, 0.0, 0.0], 0.0, "; 44% by the generator's weights"),
-        ([0.2, 0.2, 0.2, 1e-6], 0.2, "100% by packing"),
-        ([0.03, 0.03, 0.03, 0.03, 1e-6], 0.04, "100% by the dtype: in float32 both sides agree."),
-        ([0.03, 0.03, 0.03, 0.03, 0.02], 0.04, "33% by the dtype: in float32 both sides agree; 67% by none of these."),
-        ([0.03, 0.03, 0.03, 0.03, 0.03], 0.04, "None of these explains the mismatch of 3.00e-02; 3.00e-02 of it stays"),
-        ([3e-6, 3e-6, 3e-6, 3e-6], 0.5, "the pulled weights are not the trainer's"),
-    ],
-)
-def test_the_causes_are_what_closed_the_mismatch(means: list[float], stepped: float, sentence: str) -> None:
-    assert sentence in explain(means, stepped)
+MODEL, DTYPE, HEAD = list(CAUSES), [DTYPE_CAUSE], [HEAD_CAUSE, DTYPE_CAUSE]
 
 
 @pytest.mark.parametrize(
-    ("means", "sentence"),
+    ("means", "causes", "stepped", "sentence"),
     [
-        ([0.2, 0.2, 0.2, 0.2, 1e-6], "100% by the adapter: over the frozen model alone both sides agree."),
+        ([3e-6, 3e-6, 2e-6, 2e-6], MODEL, 3e-6, "There is no mismatch to explain: 3.00e-06"),
+        ([0.9, 0.03, 0.03, 0.03, 1e-6], MODEL + DTYPE, 0.03, "of 9.00e-01 is explained, 97% by sampling away from"),
+        ([0.9, 0.9, 0.03, 0.03, 1e-6], MODEL + DTYPE, 0.03, "97% by the generator's weights"),
         (
-            [0.2, 0.2, 0.2, 0.2, 0.05, 1e-6],
-            "75% by the adapter: over the frozen model alone both sides agree; 25% by the d",
+            [0.9, 0.4, 0.0, 0.0],
+            MODEL,
+            0.0,
+            "56% by sampling away from the model's own distribution (temperature,",
         ),
-        ([0.2, 0.2, 0.2, 0.05, 0.05, 1e-6], "75% by packing: a sequence is scored differently when"),
+        ([0.9, 0.4, 0.0, 0.0], MODEL, 0.0, "; 44% by the generator's weights"),
+        ([0.2, 0.2, 0.2, 1e-6], MODEL, 0.2, "100% by packing"),
+        ([0.03, 0.03, 0.03, 0.03, 1e-6], MODEL + DTYPE, 0.04, "100% by the dtype: in float32 both sides agree."),
+        ([0.03, 0.03, 0.03, 0.03, 0.02], MODEL + DTYPE, 0.04, "33% by the dtype: in float32 both sides agree; 67% by "),
+        (
+            [0.03, 0.03, 0.03, 0.03, 0.03],
+            MODEL + DTYPE,
+            0.04,
+            "None of these explains the mismatch of 3.00e-02; 3.00",
+        ),
+        (
+            [0.03, 0.03, 0.03, 0.03, 0.02, 1e-6],
+            MODEL + HEAD,
+            0.03,
+            "67% by the dtype: in float32 both sides agree; 33",
+        ),
+        ([3e-6, 3e-6, 3e-6, 3e-6], MODEL, 0.5, "the pulled weights are not the trainer's"),
+        ([0.04, 0.01, 0.01, 0.01, 0.01], [EXPERTS_CAUSE, *MODEL], 0.01, "75% by the experts: the trainer's layers cho"),
+        ([0.04, 0.01, 0.01, 0.01, 0.01], [EXPERTS_CAUSE, *MODEL], 0.03, "the pulled weights are not the trainer's"),
+        ([0.2, 0.2, 0.2, 0.2, 1e-6], [*MODEL, ADAPTER_CAUSE], 0.2, "100% by the adapter: over the frozen model alone"),
     ],
 )
-def test_an_adapter_is_a_cause_of_its_own(means: list[float], sentence: str) -> None:
-    assert sentence in explain(means, 0.2, adapter=True)
+def test_the_causes_are_what_closed_the_mismatch(
+    means: list[float], causes: list[str], stepped: float, sentence: str
+) -> None:
+    assert sentence in explain(means, stepped, causes)
 
 
 def test_another_tokenizer_is_named(tmp_path: Path) -> None:

@@ -207,3 +207,13 @@ def test_a_resumed_run_has_the_prompts_of_its_first_day(config: GRPOConfig, tmp_
     run = Run(config, RunFolder(tmp_path / "run", config, resume=True), Console(io.StringIO()))
     source = RolloutSource(config, lambda _: None, run.began)
     assert source.renderer.encode([{"role": "user", "content": "w5"}]) == (15, 13, 5)
+
+
+def test_routes_are_asked_of_the_generator(config: GRPOConfig) -> None:
+    config = replace(config, routes="replay")
+    assert config.generator.routes
+    assert not replace(config, routes="off").generator.routes
+    with pytest.raises(ValueError, match="the engine 'fsdp2' replays no routes"):
+        replace(config, trainer=TrainerConfig(engine="fsdp2"))
+    with pytest.raises(ValueError, match="is no mixture of experts"):
+        replace(config.generator, model=Path(config.model)).check_model()

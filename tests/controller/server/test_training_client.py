@@ -112,6 +112,25 @@ def test_a_datum_is_scored_at_the_clients_temperature(server: RunningServer) -> 
             client.forward([wrong], "cross_entropy").result()
 
 
+def test_a_datum_is_scored_among_the_words_that_the_client_names(server: RunningServer) -> None:
+    client = new_client(server)
+
+    def scored(*rows: list[int]) -> Any:
+        data = [word for row in rows for word in row]
+        kept = types.TensorData(data=data, dtype="int64", shape=[len(rows), len(rows[0])])
+        inputs = {"target_tokens": types.TensorData(data=[3, 4], dtype="int64", shape=[2]), "kept": kept}
+        return types.Datum(model_input=types.ModelInput.from_ints([2, 3]), loss_fn_inputs=inputs)
+
+    output = client.forward([scored([7, 3, -1], [-1, -1, -1])], "cross_entropy").result()
+    np.testing.assert_allclose(output.loss_fn_outputs[0]["logprobs"].data, [-np.log(2), -np.log(VOCAB)], rtol=1e-6)
+    with pytest.raises(tinker.RequestFailedError, match="has a set, at 1, without the token 4"):
+        client.forward([scored([3, 7], [5, -1])], "cross_entropy").result()
+    with pytest.raises(
+        tinker.RequestFailedError, match=r"'kept'. is float32 of shape \[1\]; it must be int64 \[N, W\]"
+    ):
+        client.forward([datum([2], [3], kept=[1.0])], "cross_entropy").result()
+
+
 def test_targets_of_n_by_k_have_the_gradient_of_k_datums(server: RunningServer) -> None:
     wide, narrow = new_client(server), new_client(server)
     targets = types.TensorData(data=[3, 5, 4, 6], dtype="int64", shape=[2, 2])

@@ -46,7 +46,12 @@ class ToyTrainer:
         return self.version
 
     def _logprobs(self, datum: Datum) -> torch.Tensor:
-        logprobs = torch.log_softmax(self.table[torch.from_numpy(datum.tokens)] / datum.temperature, -1)
+        logits = self.table[torch.from_numpy(datum.tokens)] / datum.temperature
+        if (kept := datum.kept) is not None:
+            cut_off = np.tile(kept.counts[:, None] > 0, VOCAB)
+            cut_off[np.repeat(np.arange(len(kept)), kept.counts), kept.ids] = False
+            logits = logits.masked_fill(torch.from_numpy(cut_off), -1e30)
+        logprobs = torch.log_softmax(logits, -1)
         return logprobs.gather(-1, torch.from_numpy(datum.loss_inputs["target_tokens"])[:, None])[:, 0]
 
     async def forward_backward(

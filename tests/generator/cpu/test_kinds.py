@@ -52,14 +52,8 @@ CASES: dict[str, tuple[Callable[[Path], Path], dict[str, object]]] = {
     "tied": (partial(served_qwen3, tied=True), {}),
     "biased": (partial(served_qwen2, tied=False), {}),
     "biased-tied": (partial(served_qwen2, tied=True), {}),
-    "float32-head": (
-        partial(served_llama, tied=False),
-        {"engine_args": {"hf_overrides": {"head_dtype": "float32"}}},
-    ),
-    "float32-head-tied": (
-        partial(served_qwen3, tied=True),
-        {"engine_args": {"hf_overrides": {"head_dtype": "float32"}}},
-    ),
+    "float32-head": (partial(served_llama, tied=False), {"head_dtype": "float32"}),
+    "float32-head-tied": (partial(served_qwen3, tied=True), {"head_dtype": "float32"}),
     "adapted": (partial(served_qwen2, tied=False), {"lora": LoRALimits(max_rank=8, max_adapters=1, max_loaded=1)}),
 }
 ADAPTER = LoRAConfig(rank=4, alpha=8.0)

@@ -109,12 +109,22 @@ def _valid() -> Datum:
         ),
         (Datum(tokens=np.arange(40) % 9, loss_inputs=_valid().loss_inputs), "between 1 and 32 tokens"),
         (replace(_valid(), kept=KeptSets.whole(2)), r"batch\[1\].kept has 2 sets; there are 3 tokens"),
+        (replace(_valid(), routes=np.zeros((3, 1, 1), np.uint8)), r"batch\[1\] and batch\[0\] differ in having routes"),
         (replace(_valid(), temperature=0.0), r"batch\[1\].temperature is 0.0; it must be finite and above 0"),
     ],
 )
 def test_mistakes_name_the_datum_and_the_field(datum: Datum, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         validate_batch([_valid(), datum], required_inputs=("logprobs",), vocab_size=50, max_seq_len=32)
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"), [(None, "have no experts to choose"), ((1, 2, 4), "has the expert 1 twice")]
+)
+def test_routes_that_no_layer_can_take_are_named(experts: tuple[int, int, int] | None, message: str) -> None:
+    batch = [replace(_valid(), routes=np.ones((3, 1, 2), np.uint8))]
+    with pytest.raises(ValueError, match=rf"batch\[0\]\.routes .*{message}"):
+        validate_batch(batch, vocab_size=50, max_seq_len=32, experts=experts)
 
 
 def test_a_valid_batch_passes_and_an_empty_one_does_not() -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,6 +114,23 @@ def _reported(datum: Datum, other_target: bool) -> Datum:
     if other_target:
         inputs["target_tokens"] = np.concatenate([[7], datum.loss_inputs["target_tokens"][1:]])
     return Datum(tokens=datum.tokens, loss_inputs=inputs)
+
+
+def test_tokens_of_other_experts_are_not_shared() -> None:
+    """The last datum's third token went to another expert, so its prefix is not the others'."""
+    batch = [_datum([1, 2, 3], [4, 5]), _datum([1, 2, 3], [4, 6]), _datum([1, 2, 3], [4, 7])]
+    experts = np.array([[3], [3], [3]]), np.array([[3], [4], [3]]), np.array([[9], [3], [3]])
+    routes = [
+        np.concatenate([np.array([[1], [2]]), each])[: len(d.tokens), :, None]
+        for each, d in zip(experts, batch, strict=True)
+    ]
+    batch = [replace(datum, routes=each.astype(np.uint16)) for datum, each in zip(batch, routes, strict=True)]
+    row = pad_row(pack_row(batch, share_prefixes=True), 4)
+    assert row.routes is not None
+    assert row.tokens.tolist() == [1, 2, 3, 4, 4, 1, 2, 3, 4, *[0] * 3]
+    assert row.routes[:, 0, 0].tolist() == [1, 2, 3, 3, 4, 1, 2, 9, 3, *[0] * 3]
+    with pytest.raises(ValueError, match="some datums have routes and some have none"):
+        pack_row([replace(batch[0], routes=None), *batch[1:]], share_prefixes=True)
 
 
 def test_what_datums_share_is_in_the_row_once() -> None:

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from rl.envs.check import check_env, require_env
+from rl.envs.check import check_env
 from rl.envs.even_words import EvenWords, NumberWords
 from rl.envs.guess_number import GuessNumber
 from rl.envs.jsonl import JsonlReward
@@ -24,7 +24,7 @@ from rl.envs.largest_number import LargestNumber
 from rl.envs.python_arithmetic import PythonArithmetic
 from rl.envs.reasoning import ReasoningGym
 from rl.protocols import Done, Env, Observation
-from rl.rollouts.guard import time_limit_of
+from rl.rollouts.guard import require_env, time_limit_of
 from tests.rl.envs.sandbox.here import need
 from tests.waiting import LIMIT_S
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.rollouts.columns import count_groups, groups_to_table, parquet_bytes, read_groups, table_to_groups
-from rl.sampling import KeptSets
+from rl.sampling import KeptSets, Routes
 from rl.types import Completion, FinishReason, Group, Rollout, Turn
 from tests.rl.fakes import completion, single_turn
 
@@ -22,6 +22,11 @@ TOKEN = st.integers(0, 2**31 - 1)
 NUMBER = st.floats(allow_nan=False)
 LOGPROB = st.floats(allow_nan=False, width=32)
 WORDS = st.sets(st.integers(0, 1 << 17), max_size=3).map(sorted)
+ROUTES = st.none() | st.builds(
+    lambda sizes, dtype: Routes(*(np.arange(n * 6, dtype=dtype).reshape(n, 3, 2) for n in sizes)),
+    st.tuples(st.integers(0, 3), st.integers(0, 4)),
+    st.sampled_from([np.uint8, np.uint16]),
+)
 REASON: st.SearchStrategy[FinishReason] = st.sampled_from(["stop", "length"])
 
 
@@ -41,6 +46,7 @@ def turns(draw: Callable[..., int]) -> Turn:
         finish_reason=draw(REASON),  # pyright: ignore[reportArgumentType]
         temperature=draw(NUMBER),  # pyright: ignore[reportArgumentType]
         kept=draw(st.none() | st.lists(WORDS, min_size=size, max_size=size).map(KeptSets.of)),  # pyright: ignore[reportArgumentType]
+        routes=draw(ROUTES),  # pyright: ignore[reportArgumentType]
         prompt_logprobs=draw(st.none() | st.lists(LOGPROB, max_size=3).map(tuple)),  # pyright: ignore[reportArgumentType]
     )
     prompt = draw(st.lists(TOKEN, max_size=4))

@@ -26,7 +26,7 @@ from rl.rollouts.episodes import (
     with_tokens,
 )
 from rl.rollouts.rendering import Renderer
-from rl.sampling import KeptSets
+from rl.sampling import KeptSets, Routes
 from rl.types import Group, Rollout, SamplingParams, Turn
 from tests.rl.fakes import ScriptedGenerator, WordRenderer, completion, single_turn
 from tests.rl.recordings import recorded_rows
@@ -175,6 +175,22 @@ def test_a_datum_has_the_kept_words_of_every_sampled_token() -> None:
     datum = rollout_to_datum(Rollout(turns=tuple(turns), reward=1.0), 1.0)
     assert datum.kept == KeptSets.of([[], [90, 97], [98], [], []])
     validate_batch([datum], vocab_size=128, max_seq_len=16)
+
+
+def test_a_datum_has_the_experts_of_every_token_but_the_last() -> None:
+    """A later turn's call computes the last token of the turn before, and has the experts of all tokens before."""
+    experts = np.arange(6, dtype=np.uint8).reshape(6, 1, 1)
+    first = replace(completion("ab"), routes=Routes(experts[:2], experts[2:3]))
+    second = replace(completion("cd"), routes=Routes(experts[[9 % 6, 8 % 6, 1, 3, 4]], experts[5:]))
+    turns = Turn(prompt_tokens=(7, 8), completion=first), Turn(prompt_tokens=(9,), completion=second)
+    datum = rollout_to_datum(Rollout(turns=turns, reward=1.0), 1.0)
+    assert datum.routes is not None
+    assert datum.routes[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    validate_batch([datum], vocab_size=128, max_seq_len=16, experts=(1, 1, 6))
+    without = rollout_to_datum(
+        Rollout(turns=(turns[0], replace(turns[1], completion=completion("cd"))), reward=1.0), 1.0
+    )
+    assert without.routes is None
 
 
 def test_a_group_without_signal_trains_nothing() -> None:

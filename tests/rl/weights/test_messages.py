@@ -18,6 +18,7 @@ from rl.weights.messages import (
     LinkError,
     Message,
     Part,
+    Values,
     cut_messages,
     receive_message,
     receive_plan,
@@ -81,6 +82,53 @@ def test_values_arrive_cast_and_in_their_places(ends: tuple[Link, Link], ahead: 
     assert torch.equal(places[1], tensors[1])
     assert torch.equal(places[2], tensors[2].bfloat16())
     assert torch.equal(places[3], tensors[3])
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.0, 0.01), (0.01, 0.025), (0.1, 0.25), (1.0, 1.01)])
+def test_changes_arrive_exactly_and_in_few_bytes(
+    ends: tuple[Link, Link], share: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = {"rows": (3000, 400), "narrow": (300, 402), "odd": (9,), "scale": ()}
+    manifest = build_manifest((name, shape, torch.bfloat16) for name, shape in shapes.items())
+    random = torch.Generator().manual_seed(7)
+
+    def bits(shape: tuple[int, ...]) -> torch.Tensor:  # of all numbers, not-a-numbers of every kind among them
+        return torch.randint(-(1 << 15), 1 << 15, shape, generator=random, dtype=torch.int16).view(torch.bfloat16)
+
+    old = [bits(shape) for shape in shapes.values()]
+    new = [torch.where(torch.rand(each.shape, generator=random) < share, bits(each.shape), each) for each in old]
+    kept, places = [each.clone() for each in old], [torch.zeros_like(each) for each in old]
+    parts = [Part(i, tuple((0, size) for size in shape)) for i, shape in enumerate(shapes.values())]
+    parts[1] = Part(1, ((0, 300), (3, 400)))
+    messages, sent = list(cut_messages(parts, manifest)), list[int]()
+    original = Link.send
+    monkeypatch.setattr(Link, "send", lambda link, data: (sent.append(len(data)), original(link, data))[1])
+
+    def of(tensors: list[torch.Tensor]) -> Values:
+        return lambda part: tensors[part.tensor][part.slices]
+
+    options = {"known": of(kept), "keep": of(kept), "ahead": CAST_AHEAD}
+    sending = threading.Thread(target=send_messages, args=(ends[0], messages, manifest, of(new)), kwargs=options)
+    sending.start()
+    for message in receive_plan(ends[1]):
+        receive_message(ends[1], message, manifest, of(places), of(old))
+    sending.join(LIMIT_S)
+    for part in parts:
+        for found in (places, kept):
+            assert torch.equal(of(found)(part).view(torch.int16), of(new)(part).view(torch.int16))
+    assert sum(sent) <= most * sum(each.nbytes for each in new)
+
+
+def test_changes_of_what_is_not_here_are_refused(ends: tuple[Link, Link]) -> None:
+    known = {"known": lambda part: WEIGHTS[part.slices].bfloat16()}
+    sending = threading.Thread(
+        target=send_messages, args=(ends[0], MESSAGES[:1], MANIFEST, known["known"]), kwargs=known
+    )
+    sending.start()
+    (message,) = receive_plan(ends[1])
+    with pytest.raises(LinkError, match="a message has 4 bytes in place of 128"):
+        receive_message(ends[1], message, MANIFEST, lambda part: torch.zeros(1, 64, dtype=torch.bfloat16))
+    sending.join(LIMIT_S)
 
 
 def test_nothing_is_overwritten_before_it_is_sent() -> None:

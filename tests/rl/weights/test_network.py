@@ -4,6 +4,7 @@ Covers: rl/weights/network.py, rl/weights/messages.py, rl/weights/receiving_proc
 """
 
 import asyncio
+import itertools
 import re
 
 import pytest
@@ -51,14 +52,43 @@ def test_every_host_gets_every_version_that_is_sent_once(monkeypatch: pytest.Mon
     assert 3 * num_bytes <= sum(sent) <= 3.01 * num_bytes
 
 
+def test_hosts_that_have_the_version_before_get_its_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    original = Link.send
+    monkeypatch.setattr(Link, "send", lambda link, data: (sent.append(len(data)), original(link, data))[1])
+    store, first, second = FakeStore(), ReceivingProcess(5.0), ReceivingProcess(5.0)
+    register(store, host_entry(first, "h1"), host_entry(second, "h2"))
+    publisher, tensors, versions = publisher_to(store, full_checksums=True), weights(1), itertools.count(1)
+    num_bytes = 2 * sum(tensor.nbytes for tensor in tensors.values())  # each host passes on to the next
+
+    def pushed() -> float:
+        """Changes a hundredth of all elements, pushes, and returns the share of all bytes that was sent."""
+        for tensor in tensors.values():
+            tensor.view(-1)[::100] += 0.25
+        sent.clear()
+        record = asyncio.run(publisher.publish(next(versions), tensors.items()))
+        assert record is not None
+        for identity in ("h1", "h2"):
+            read = read_at(identity, record, monkeypatch)
+            assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+        return sum(sent) / num_bytes
+
+    assert pushed() == pytest.approx(1.0, abs=0.01)
+    assert pushed() <= 0.03
+    assert pushed() <= 0.03
+    register(store, host_entry(first, "h1"), host_entry(ReceivingProcess(5.0), "h2"))  # it has no version
+    assert pushed() == pytest.approx(1.0, abs=0.01)
+    assert pushed() <= 0.03
+
+
 def test_full_checksums_notice_a_bit_that_changed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     store, receiving = FakeStore(), ReceivingProcess(5.0)
     register(store, host_entry(receiving))
     publisher = publisher_to(store, full_checksums=True)
     original = receiving_process.receive_message
 
-    def receive(link: Link, message: Message, manifest: Manifest, places: Values) -> None:
-        original(link, message, manifest, places)
+    def receive(link: Link, message: Message, manifest: Manifest, places: Values, known: Values | None) -> None:
+        original(link, message, manifest, places, known)
         if message[0].tensor == 0:
             places(message[0]).view(torch.uint8)[0, 123] ^= 1
 

@@ -16,6 +16,7 @@ from rl.system.model_files import stored_shapes
 from rl.tiny_models import TINY_SHAPE, random_batch, save_tiny
 from rl.types import AdamParams
 from tests.architectures import MODELS
+from tests.vision import WITH_IMAGES
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.contract.plain_ranks import relative_error
@@ -85,9 +86,9 @@ def test_weights_with_other_names_on_disk_are_refused(unproven: Path) -> None:
 
 def test_every_proven_architecture_is_in_the_documented_table() -> None:
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
-    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `") and "ForCausalLM" in line]
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `") and "For" in line.split("|")[1]]
     engines = {row[1].strip(" `"): row[3] for row in rows}
     assert tuple(engines) == proven_architectures()
-    tried = {architecture for architecture, _ in MODELS.values()}
+    tried = {architecture for architecture, _ in MODELS.values()} | {*WITH_IMAGES}
     assert {name for name, cell in engines.items() if "fsdp2" in cell} == tried & set(proven_architectures())
     assert {name for name, cell in engines.items() if "torchtitan" in cell} == set(FAMILIES)

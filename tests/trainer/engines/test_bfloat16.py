@@ -4,20 +4,24 @@ Covers: trainer/engines/__init__.py, trainer/config.py, trainer/engines/titan/mo
 """
 
 import importlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from rl.losses import get_loss
-from rl.tiny_models import random_batch, tiny_qwen3_moe
+from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3_moe
+from tests.trainer.engine_params import ENGINE_PARAMS
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.contract.plain_ranks import LENGTHS, plan, relative_error, spawn, whole
+from trainer.engines.pytorch.logprobs import logprobs_and_entropy
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {"data_parallel_shard": 2},
@@ -56,6 +60,31 @@ def test_gpu_logic_several_ranks_round_no_more_than_one(tmp_path: Path, names: t
         bounds = {tensor: relative_error(rounded[tensor], exact[tensor]) for tensor in exact}
         assert sum(errors.values()) <= 1.3 * sum(bounds.values()), name
         assert max(errors[tensor] / bounds[tensor] for tensor in exact) <= 3.0, name
+
+
+@pytest.mark.parametrize("engine", ENGINE_PARAMS)
+def test_a_float32_head_multiplies_hidden_states_of_bfloat16(
+    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def record(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        assert hidden.dtype == weight.dtype == torch.bfloat16
+        products.append((hidden.double(), weight.double(), targets))
+        return logprobs_and_entropy(hidden, weight, targets, **options)
+
+    model = tiny_llama(tmp_path / "model", tied=False, initializer_range=0.5)
+    loaded = load_engine(TrainerConfig(model=model, engine=engine, head_dtype="float32"))
+    for module in list(sys.modules.values()):  # wherever the engine calls it from
+        if module.__dict__.get("logprobs_and_entropy") is logprobs_and_entropy and module.__name__ != __name__:
+            monkeypatch.setattr(module, "logprobs_and_entropy", record)
+    datum = random_batch((30,))[0]
+    (found,) = loaded.forward([[datum]]).logprobs
+    hidden, weight, targets = products[-1]
+    expected = (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    np.testing.assert_allclose(found[datum.counted], expected.numpy(), atol=1e-4)
+    narrow = logprobs_and_entropy(hidden.bfloat16(), weight.bfloat16(), targets, entropy=False)[0]
+    assert (narrow - expected).abs().max() > 1e-2
 
 
 def test_gpu_logic_experts_are_scored_in_float32_on_every_device() -> None:

@@ -63,7 +63,8 @@ def test_a_document_mask_may_begin_anywhere() -> None:
 
 def test_rows_divide_evenly() -> None:
     cpu = torch.device("cpu")
-    assert row_multiple(TrainerConfig(tensor_parallel=2), cpu) == 1
+    assert row_multiple(TrainerConfig(tensor_parallel=2), cpu) == 2  # a rank without work computes a row of one token
+    assert row_multiple(TrainerConfig(tensor_parallel=2, sequence_parallel=False), cpu) == 1
     assert row_multiple(TrainerConfig(tensor_parallel=2, expert_parallel=2), cpu) == 2
     assert row_multiple(TrainerConfig(tensor_parallel=2, context_parallel=2), cpu) == 8
     assert row_multiple(TrainerConfig(float8="rowwise"), cpu) == 16

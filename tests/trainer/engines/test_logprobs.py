@@ -132,6 +132,27 @@ def test_logprobs_of_bfloat16_weights_are_float32_and_normalised() -> None:
     torch.testing.assert_close(torch.stack(every).exp().sum(0), torch.ones(3))
 
 
+@pytest.mark.parametrize("kept", [None, KeptSets.of([[0, 7], [], [2, 3, 49]])])
+def test_a_widened_product_rounds_nothing_but_the_gradients(kept: KeptSets | None) -> None:
+    torch.manual_seed(0)
+    hidden, weight = (4 * torch.randn(n, 64).bfloat16() for n in (3, 50))
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    targets = torch.tensor([7, 4, 49])
+    wide, exact = (
+        logprobs.logprobs_and_entropy(*tensors, targets, entropy=False, distribution=Distribution(None, kept, widened))[
+            0
+        ]
+        for tensors, widened in (((hidden, weight), True), ((hidden.double(), weight.double()), False))
+    )
+    torch.testing.assert_close(wide.double(), exact, rtol=1e-6, atol=1e-4)
+    upstream = torch.tensor([1.0, -0.5, 2.0])
+    ours, theirs = (torch.autograd.grad((s * upstream).sum(), (hidden, weight)) for s in (wide, exact))
+    for grad, expected in zip(ours, theirs, strict=True):
+        assert grad.dtype == torch.bfloat16
+        torch.testing.assert_close(grad, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("memory")
 def test_rows_whose_logits_were_overwritten_have_their_gradients(dtype: torch.dtype) -> None:

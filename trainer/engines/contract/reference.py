@@ -5,8 +5,10 @@ read back in the same process.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,20 @@ def sampled_otherwise(batch: Sequence[Datum]) -> list[Datum]:
     ]
 
 
+def routed(batch: Sequence[Datum], experts: tuple[int, int, int] | None) -> list[Datum]:
+    """The datums with random experts, the same for all tokens of one position; as they are for a dense model.
+
+    `experts` is the answer of `rl.system.hf_config.experts_of`.
+    """
+    if experts is None:
+        return list(batch)
+    num_layers, per_token, num_experts = experts
+    longest = max(len(datum.tokens) for datum in batch)
+    order = np.random.default_rng(0).random((longest, num_layers, num_experts)).argsort(-1)
+    routes = order[..., :per_token].astype(np.uint8)
+    return [replace(datum, routes=routes[: len(datum.tokens)]) for datum in batch]
+
+
 class ReferencePolicy:
     """A transformers model in float32 and the loop that anyone would write around it."""
 
@@ -89,7 +105,12 @@ class ReferencePolicy:
 
     def logits(self, datum: Datum) -> Tensor:
         """[T, V]"""
-        return self.model(torch.from_numpy(datum.tokens)[None]).logits[0]
+        with contextlib.ExitStack() as hooks:
+            if datum.routes is not None:
+                for layer, experts in zip(self.model.model.layers, np.moveaxis(datum.routes, 1, 0), strict=True):
+                    ids = torch.from_numpy(experts.astype(np.int64))
+                    hooks.enter_context(layer.mlp.gate.register_forward_hook(partial(_replay, ids)))
+            return self.model(torch.from_numpy(datum.tokens)[None]).logits[0]
 
     def logprobs(self, datum: Datum) -> Tensor:
         """[T] of the target tokens, scored or not."""
@@ -128,6 +149,13 @@ class ReferencePolicy:
     def parameters(self) -> dict[str, Tensor]:
         """By Hugging Face name."""
         return by_stored_name({name: p.detach() for name, p in self.model.named_parameters()}, self._stored)
+
+
+def _replay(ids: Tensor, router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """A router's output with the experts `ids` [T, k] in the place of its own."""
+    logits = output[0]
+    weights = logits.softmax(-1).gather(1, ids)
+    return logits, weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights, ids
 
 
 def by_stored_name(tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:

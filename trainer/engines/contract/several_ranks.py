@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from rl.losses import LossInputs, get_loss
+from rl.system.hf_config import experts_of, read_config
 from rl.tiny_models import random_batch
 from rl.types import AdamParams, Datum
 from trainer.config import TrainerConfig
+from trainer.engine_table import find_engine
 from trainer.engines.base import Engine
 from trainer.engines.contract.plain_ranks import LENGTHS, full, plan, spawn, whole
 from trainer.engines.contract.reference import (
@@ -25,6 +27,7 @@ from trainer.engines.contract.reference import (
     require,
     require_close,
     require_names,
+    routed,
     sampled_otherwise,
 )
 
@@ -67,7 +70,8 @@ def layout_script(build: Build, config: TrainerConfig, rank: int, directory: Pat
     def local_batch(data: list[Datum]) -> list[list[Datum]]:
         return plan(config, data).split(data)[index]
 
-    results: dict[str, Any] = {"gradients_otherwise": _gradients(engine, local_batch(sampled_otherwise(batch)))}
+    otherwise = _otherwise(batch, config)
+    results: dict[str, Any] = {"gradients_otherwise": _gradients(engine, local_batch(otherwise))}
     output = engine.forward_backward(local_batch(batch[:4]), get_loss("importance_sampling"))
     results |= {"logprobs": output.logprobs, "metrics": output.metrics}
     engine.forward(local_batch(batch))  # leaves the gradient as it is
@@ -108,6 +112,12 @@ def layout_script(build: Build, config: TrainerConfig, rank: int, directory: Pat
     return results
 
 
+def _otherwise(batch: list[Datum], config: TrainerConfig) -> list[Datum]:
+    """The datums as if sampled at other temperatures, from other words and, if the engine replays them, experts."""
+    experts = experts_of(read_config(config.model)) if find_engine(config.engine).replays_routes else None
+    return routed(sampled_otherwise(batch), experts)
+
+
 def _gradients(engine: Engine, microbatches: Sequence[Sequence[Datum]]) -> dict[str, Tensor]:
     """The gradient of one call, which is dropped then."""
     engine.forward_backward(microbatches, get_loss("importance_sampling"))
@@ -125,7 +135,7 @@ def fail_on_the_longest(logprobs: Tensor, entropy: Tensor | None, inputs: LossIn
 
 
 def check_gradients(results: LayoutResults) -> str:
-    """Gradients equal one rank's, at any temperatures and among any words."""
+    """Gradients equal one rank's, at any temperatures, among any words, and of a mixture with any experts."""
     names = ("gradients", "gradients_otherwise")
     return f"within {max(require_close(name, results.many[name], results.one[name], 1e-5) for name in names):.0e}"
 

@@ -155,7 +155,7 @@ class FlatEngine(TorchEngine):
         torch.manual_seed(config.seed)
         wraps = config.num_ranks > 1 or self.wraps_one_rank
         init_process_group(config, device, alone=wraps)
-        self._policy = TransformersPolicy(config.model, config.head, DTYPES[config.compute_dtype])
+        self._policy = TransformersPolicy(config.model, config.head, DTYPES[config.compute_dtype], config.head_dtype)
         if config.activation_checkpointing == "full":
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         if config.frozen and not wraps:

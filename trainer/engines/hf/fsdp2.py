@@ -29,7 +29,13 @@ class Fsdp2Engine(TorchEngine):
         device = choose_device()
         torch.manual_seed(config.seed)
         init_process_group(config, device)
-        self._policy = TransformersPolicy(config.model, config.head, DTYPES[config.compute_dtype])
+        self._policy = TransformersPolicy(
+            config.model,
+            config.head,
+            DTYPES[config.compute_dtype],
+            config.head_dtype,
+            train_vision=config.train_vision,
+        )
         if config.activation_checkpointing == "full":
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         if config.is_frozen:
@@ -70,7 +76,7 @@ def _shard(policy: TransformersPolicy, config: TrainerConfig, device: torch.devi
     # Without `output_dtype`, hidden states and logits keep the dtype in which they are computed.
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[config.compute_dtype], reduce_dtype=torch.float32)
     for module in [*policy.layers(), policy]:
-        sharded = fully_shard(module, mesh=mesh, mp_policy=precision)
+        sharded = fully_shard(module, mesh=mesh, mp_policy=precision, ignored_params=policy.frozen_parts())
         assert isinstance(sharded, FSDPModule)
         # Gradients are sums over ranks, and gloo has no reduction that also scales.
         sharded.set_gradient_divide_factor(1.0)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any
 
-from rl.system.hf_config import find_family, longest_context, num_experts, proven_architectures
+from rl.system.hf_config import find_family, longest_context, num_experts, proven_architectures, vision_of
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import CLASSIFIER_SUFFIX
 from trainer.engines.model_check import ModelLimits
@@ -29,7 +29,11 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
             resolve_name(family.check)(hf_config)
     if not backbones & set(proven_architectures()):
         _check_unproven(config, sorted(backbones))
-    return ModelLimits(vocab_size=hf_config["vocab_size"], max_seq_len=longest_context(hf_config))
+    return ModelLimits(
+        vocab_size=hf_config["vocab_size"],
+        max_seq_len=longest_context(hf_config),
+        reads_images=vision_of(hf_config) is not None,
+    )
 
 
 def _check_unproven(config: TrainerConfig, architectures: list[str]) -> None:

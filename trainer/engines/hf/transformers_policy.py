@@ -6,22 +6,23 @@ once on the model itself; there is no list of architectures.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import accelerate
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rl.checks import first_names
 from rl.data.packing import PackedRow
+from rl.images import PlacedImage
 from rl.lora import ATTENTION_MODULES, FURTHER_ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
-from rl.system.hf_config import find_family, num_experts, read_config, trained_shapes
-from rl.types import Head
+from rl.system.hf_config import VisionParts, find_family, num_experts, read_config, trained_shapes
+from rl.types import Head, HeadDtype
 from trainer.engines.hf import document_kernel
 from trainer.engines.hf.document_kernel import Bounds
 from trainer.engines.pytorch.distribution import Distribution
@@ -38,57 +39,83 @@ _ADAPTABLE = (*ATTENTION_MODULES, *FURTHER_ATTENTION_MODULES, *UNEMBED_MODULES)
 _MAGNIFIED = 1000.0
 
 
+class Hidden(Protocol):
+    """Computes a row up to the output projection. A family that reads images brings one."""
+
+    def __call__(
+        self, model: Any, tokens: Tensor, positions: Tensor, bounds: Bounds | None, images: Sequence[PlacedImage] = ()
+    ) -> Tensor:
+        """tokens and positions [1, L], images at their places in the row -> [1, L, D] last hidden states."""
+        ...
+
+
 class TransformersPolicy(nn.Module):
     """Holds the model. FSDP wraps this module, so that each computation is one forward pass of FSDP's root module."""
 
-    def __init__(self, path: Path, head: Head, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        path: Path,
+        head: Head,
+        compute_dtype: torch.dtype,
+        head_dtype: HeadDtype | None = None,
+        *,
+        train_vision: bool = False,
+    ) -> None:
         """Builds the model of a directory in float32: parameters on the meta device, buffers on the CPU.
 
-        A value head, named `score`, replaces the output projection.
+        A value head, named `score`, replaces the output projection. Without `train_vision`, the parameters that read
+        images are frozen; they count as buffers.
 
         Raises ValueError if transformers cannot build a causal language model from the directory, or if the model does
         not fit this engine.
         """
         super().__init__()
-        self._has_values = head == "value"
-        self._dtype = compute_dtype
+        self._has_values, self._dtype, self._head_dtype = head == "value", compute_dtype, head_dtype
         self._by_documents = False
         self._run: Callable[[Callable[[Any], Any]], Any] = self.__call__
+        family = find_family(read_config(path))
+        vision = None if family is None else family.vision
         try:
             config = AutoConfig.from_pretrained(path)
-            for name, value in config.to_dict().items():
-                if isinstance(value, float) and "drop" in name:
-                    setattr(config, name, 0.0)  # dropout would make log-probs random
+            text = _without_dropout(config.get_text_config())
             if self._has_values:
                 config.tie_word_embeddings = False
             with accelerate.init_empty_weights(include_buffers=False):
                 # transformers' other kinds of attention leave a cap of attention's logits (Gemma 2) out.
-                attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
-                self.model: Any = AutoModelForCausalLM.from_config(
-                    config, dtype=torch.float32, attn_implementation=attention
-                )
+                attention = "eager" if getattr(text, "attn_logit_softcapping", None) else None
+                builder = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+                self.model: Any = builder.from_config(config, dtype=torch.float32, attn_implementation=attention)
         except (OSError, ValueError, ImportError, StrictDataclassError) as error:
             raise ValueError(f"transformers cannot build a causal language model from {path}: {error}") from error
         self._name = type(self.model).__name__
-        family = find_family(read_config(path))
-        self._has_experts = num_experts(config.to_dict()) > 0
+        self._read_images_by(vision, train_vision)
+        self._has_experts = num_experts(text.to_dict()) > 0
         self._needs_bounds = family is not None and bool(family.prepare)
         if family is not None and family.prepare:
             resolve_name(family.prepare)(self.model)
         self._stored = trained_shapes(path).keys()
-        self._logit_factor = _logit_factor(config)
-        self._logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._logit_factor, self._logit_cap = _logit_factor(text), getattr(text, "final_logit_softcapping", None)
         if "position_ids" not in inspect.signature(self.model.base_model.forward).parameters:
             raise ValueError(f"{self._name} takes no positions, so documents cannot be packed")
         projection = self.model.get_output_embeddings()
         if not isinstance(projection, nn.Linear) or "bias" in dict(projection.named_parameters()):
             raise ValueError(f"{self._name} ends in {projection}; a linear projection without a bias is needed")
         if self._has_values:
-            parent, _, name = next(n for n, module in self.model.named_modules() if module is projection).rpartition(
-                "."
-            )
-            delattr(self.model.get_submodule(parent), name)
-            self.model.score = nn.Linear(projection.in_features, 1, bias=False, device="meta")
+            self._replace_by_value_head(projection)
+
+    def _replace_by_value_head(self, projection: nn.Linear) -> None:
+        path = next(name for name, module in self.model.named_modules() if module is projection)
+        parent, _, name = path.rpartition(".")
+        delattr(self.model.get_submodule(parent), name)
+        self.model.score = nn.Linear(projection.in_features, 1, bias=False, device="meta")
+
+    def _read_images_by(self, vision: VisionParts | None, train_vision: bool) -> None:
+        self._hidden: Hidden = resolve_name(vision.hidden) if vision else _hidden
+        self._tower: tuple[str, ...] = vision.tower if vision else ()
+        self._frozen_parts: tuple[str, ...] = () if train_vision else self._tower
+        self._renamed: Mapping[str, str] = vision.renamed if vision else {}
+        for parameter in self.frozen_parts():
+            parameter.requires_grad_(False)
 
     def forward(self, compute: Callable[[Any], T]) -> T:
         """Runs a function of the model. FSDP gathers shards around it, as around any forward pass."""
@@ -99,11 +126,11 @@ class TransformersPolicy(nn.Module):
         freeze(self.model, dtype)
         # Generators adapt no feed-forward network of a mixture: neither experts, nor shared ones, nor dense layers.
         adaptable = _ADAPTABLE if self._has_experts else (*_ADAPTABLE, *MLP_MODULES)
-        for name, module in self.model.named_modules():
+        for name, module in ((n, m) for n, m in self.model.named_modules() if not n.startswith(self._tower)):
             if type(module) is nn.Linear and name.rpartition(".")[2] in adaptable:
                 # The layer stays the same object, because the model may refer to it by several names.
                 module.__class__ = _AdaptedLinear
-                module.hf_module = name
+                cast("_AdaptedLinear", module).hf_module = self._stored_name(name)
 
     def run_by(self, wrapper: nn.Module) -> None:
         """From now on computes through `wrapper`, which wraps this module."""
@@ -112,7 +139,12 @@ class TransformersPolicy(nn.Module):
     def layers(self) -> list[nn.Module]:
         """The model's repeated blocks, the units of sharding."""
         names: set[str] = self.model._no_split_modules or set()
-        return [module for module in self.model.modules() if type(module).__name__ in names]
+        named = self.model.named_modules()
+        return [m for name, m in named if type(m).__name__ in names and not name.startswith(self._frozen_parts)]
+
+    def frozen_parts(self) -> set[nn.Parameter]:
+        """The parameters that are not trained although the model is. Every rank holds them whole."""
+        return {p for name, p in self.model.named_parameters() if name.startswith(self._frozen_parts)}
 
     def materialize(self, device: torch.device) -> None:
         """Allocates the parameters on the device, uninitialized, and moves the buffers there."""
@@ -134,12 +166,22 @@ class TransformersPolicy(nn.Module):
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Every parameter once, by its Hugging Face name; a tied output projection is the input embedding."""
-        return dict(self.model.named_parameters())
+        named = self.model.named_parameters()
+        return {self._stored_name(n): p for n, p in named if not n.startswith(self._frozen_parts)}
 
     def buffers_by_name(self) -> dict[str, Tensor]:
-        """The buffers that checkpoints hold, such as a router's selection bias."""
+        """The buffers that checkpoints hold, such as a router's selection bias, and the parameters of frozen parts."""
         persistent = self.model.state_dict().keys()
-        return {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
+        frozen = [(n, p.data) for n, p in self.model.named_parameters() if n.startswith(self._frozen_parts)]
+        buffers = [(n, buffer) for n, buffer in self.model.named_buffers() if n in persistent]
+        return {self._stored_name(name): tensor for name, tensor in buffers + frozen}
+
+    def _stored_name(self, name: str) -> str:
+        """The name that checkpoints have for a parameter of the model."""
+        for beginning, stored in self._renamed.items():
+            if name.startswith(beginning):
+                return stored + name.removeprefix(beginning)
+        return name
 
     def views(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The `Views` of a parameter: stacked experts one by one, unless the checkpoint stacks them as well."""
@@ -162,10 +204,10 @@ class TransformersPolicy(nn.Module):
         tokens, positions = to_tensor(row.tokens, device)[None], to_tensor(row.positions, device)[None]
         bounds = self._bounds([each.num_tokens for each in row.documents], device)
         scored, targets = to_tensor(row.scored, device), to_tensor(row.targets, device)
-        distribution = Distribution.of_row(row, device)
+        distribution = Distribution.of_row(row, device, self._head_dtype)
 
         def compute(model: Any) -> tuple[Tensor, Tensor | None]:
-            hidden = _hidden(model, tokens, positions, bounds)[0].index_select(0, scored)
+            hidden = self._hidden(model, tokens, positions, bounds, row.images)[0].index_select(0, scored)
             if self._has_values:
                 return values(hidden, model.score.weight), None
             head = model.get_output_embeddings()
@@ -196,19 +238,21 @@ class TransformersPolicy(nn.Module):
         """
         tokens, bounds = torch.arange(1, 5, device=device)[None], Bounds([4], device)
         positions = torch.arange(4, device=device)[None]
-        expected = self._run(lambda model: _hidden(model, tokens, positions, self._bounds([4], device))).float()
-        before = self.model.config._attn_implementation
+        expected = self._run(lambda model: self._hidden(model, tokens, positions, self._bounds([4], device))).float()
+        config = self.model.config.get_text_config()
+        part = "text_config" if config is not self.model.config else ""
+        before = config._attn_implementation
         document_kernel.prepare_kernel(device)
-        self.model.set_attn_implementation(document_kernel.NAME)
+        self.model.set_attn_implementation({part: document_kernel.NAME})
         try:
-            found = self._run(lambda model: _hidden(model, tokens, positions, bounds)).float()
+            found = self._run(lambda model: self._hidden(model, tokens, positions, bounds)).float()
             why = bounds.refused or (
                 "" if (found - expected).norm() <= 0.05 * expected.norm() else "it computes another attention"
             )
         except (TypeError, ValueError, KeyError) as error:
             why = str(error)
         if why:
-            self.model.set_attn_implementation(before)
+            self.model.set_attn_implementation({part: before})
         self._by_documents = not why
         return why
 
@@ -235,8 +279,8 @@ class TransformersPolicy(nn.Module):
         both, one = self._bounds([4, 4], device), self._bounds([4], device)
         packed, single = self._run(
             lambda model: (
-                _hidden(model, tokens, torch.cat([alone, alone], dim=1), both)[:, 4:].float(),
-                _hidden(model, tokens[:, 4:], alone, one).float(),
+                self._hidden(model, tokens, torch.cat([alone, alone], dim=1), both)[:, 4:].float(),
+                self._hidden(model, tokens[:, 4:], alone, one).float(),
             )
         )
         return bool((packed - single).norm() > 0.1 * single.norm())
@@ -251,7 +295,7 @@ class TransformersPolicy(nn.Module):
             with head.register_forward_hook(lambda *args: _MAGNIFIED * args[-1]):
                 more = document_kernel.arguments(bounds)
                 logits = model(input_ids=tokens, position_ids=positions, use_cache=False, **more).logits
-            product = _MAGNIFIED * self._logit_factor * (_hidden(model, tokens, positions, bounds) @ head.weight.T)
+            product = _MAGNIFIED * self._logit_factor * (self._hidden(model, tokens, positions, bounds) @ head.weight.T)
             cap = self._logit_cap
             return logits.float(), (product if cap is None else torch.tanh(product / cap) * cap).float()
 
@@ -272,13 +316,24 @@ class _AdaptedLinear(Adaptable):
         return y if self.low_rank is None else y + self.low_rank.product(x)
 
 
+def _without_dropout(config: Any) -> Any:
+    """The settings without dropout, which would make log-probs random."""
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and "drop" in name:
+            setattr(config, name, 0.0)
+    return config
+
+
 def _logit_factor(config: Any) -> float:
     """What logits are multiplied by after the output projection, under the names of Granite's and Cohere's config."""
     return getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
 
 
-def _hidden(model: Any, tokens: Tensor, positions: Tensor, bounds: Bounds | None = None) -> Tensor:
-    """[1, L, D] last hidden states."""
+def _hidden(
+    model: Any, tokens: Tensor, positions: Tensor, bounds: Bounds | None, images: Sequence[PlacedImage] = ()
+) -> Tensor:
+    """The `Hidden` of text."""
+    assert not images, "validate_batch refuses images for a model of text"
     more = document_kernel.arguments(bounds)
     return model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **more).last_hidden_state
 

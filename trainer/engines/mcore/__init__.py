@@ -7,4 +7,5 @@ ENTRY = EngineEntry(
     layout_check="trainer.engines.mcore.layout_check:check_layout",
     requires="megatron",
     takes_args=True,
+    replays_routes=True,
 )

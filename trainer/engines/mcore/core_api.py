@@ -23,6 +23,7 @@ TransformerBlockSubmodules: Any = _find("transformer.transformer_block", "Transf
 copy_to_tensor_parallel_ranks: Any = _find("tensor_parallel", "copy_to_tensor_model_parallel_region")
 initialize_rng_tracker: Any = _find("tensor_parallel.random", "initialize_rng_tracker")
 layer_spec: Any = _find("models.gpt.gpt_layer_specs", "get_gpt_layer_local_spec")
+TransformerLayer: Any = _find("transformer.transformer_layer", "TransformerLayer")
 SelfAttention: Any = _find("transformer.attention", "SelfAttention")
 TopKRouter: Any = _find("transformer.moe.router", "TopKRouter")
 MoEAllGatherTokenDispatcher: Any = _find("transformer.moe.token_dispatcher", "MoEAllGatherTokenDispatcher")

@@ -26,7 +26,7 @@ from trainer.engines.pytorch.engine import TorchEngine
 from trainer.engines.pytorch.hf_directory import load_hf_weights
 from trainer.engines.pytorch.pipeline import Pipeline, PipelinedRows, StageInputs
 from trainer.engines.pytorch.ranks import choose_device, init_process_group
-from trainer.engines.pytorch.row_runner import SequentialRows, to_tensor
+from trainer.engines.pytorch.row_runner import SequentialRows, to_tensor, with_routes
 
 
 class MegatronEngine(TorchEngine):
@@ -86,7 +86,7 @@ class RowScorer:
         """`stage` is the whole model, or the first of this rank's pipeline stages; `context` shares rows."""
         self._stage = stage
         self._context = context
-        self._num_shards = config.context_parallel
+        self._num_shards, self._head_dtype = config.context_parallel, config.head_dtype
         self._row_multiple = config.num_token_shards * (1 if self._num_shards == 1 else 2 * self._num_shards)
         self._device = device
 
@@ -103,7 +103,7 @@ class RowScorer:
         tokens, positions = to_tensor(row.tokens, self._device), to_tensor(row.positions, self._device)
         scored = to_tensor(row.scored, self._device)
         targets = to_tensor(row.targets, self._device)
-        distribution = Distribution.of_row(row, self._device)
+        distribution = Distribution.of_row(row, self._device, self._head_dtype)
         shard = None
         if self._num_shards == 1:
             plan = plan_documents(row.documents, self._device)
@@ -114,7 +114,7 @@ class RowScorer:
             scored, targets, distribution = shard.scored, targets[shard.where], distribution.at(shard.where)
         others: dict[str, Any] = {
             "positions": positions[None],
-            "plan": plan,
+            "plan": with_routes(plan, row, self._device, slice(None) if shard is None else shard.rows),
             "scored": scored,
             "targets": targets,
             "entropy": entropy,

@@ -1,11 +1,11 @@
-"""Megatron-core's decoder layers with five changes, made through its specs.
+"""Megatron-core's decoder layers with six changes, made through its specs.
 
 * The rows of the fused projection of queries, keys and values are all queries, then all keys, then all values of a
   rank, where Megatron-core interleaves them by group of heads. So each projection of the Hugging Face model is a slice
   of the fused weight, and nothing is copied on load, push or export.
 * Attention keeps the documents of a packed row apart, works on a CPU, and knows context parallelism, for which
   Megatron-core needs TransformerEngine.
-* The router stays on its device; Megatron-core's own moves to CUDA.
+* The router stays on its device; Megatron-core's own moves to CUDA. It can replay the experts of each token of a row.
 * Matrix products exchange shards of the tokens on any device, for sequence parallelism.
 * Norms are PyTorch's. Megatron-core's choice depends on what is installed, and without TransformerEngine it refuses
   sequence parallelism.
@@ -28,6 +28,7 @@ from trainer.engines.decoder_config import DecoderConfig
 from trainer.engines.mcore import core_api
 from trainer.engines.pytorch.context_parallel import ContextMasks, RowShard, attend_in_context, context_masks
 from trainer.engines.pytorch.document_attention import document_attention, plan_row
+from trainer.engines.pytorch.row_runner import of_layer
 
 
 class SplitAttention(core_api.SelfAttention):
@@ -90,6 +91,33 @@ class Router(core_api.TopKRouter):
         return F.linear(input.to(dtype), self.weight.to(dtype))
 
 
+class RoutedLayer(core_api.TransformerLayer):
+    """A layer whose router replays the experts that come with attention's plan, in place of Megatron-core's registry.
+
+    That registry serves all models of a process, and in a pipeline it would replay another row's experts.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron-core's; `attention_mask` may be a `RoutedPlan`."""
+        kwargs["attention_mask"], experts = of_layer(kwargs["attention_mask"], self.layer_number - 1)
+        if experts is not None and self.config.sequence_parallel:
+            group = self.mlp.router.tp_group
+            experts = experts.chunk(group.size())[group.rank()]
+        self.mlp.router.router_replay = None if experts is None else _Replay(experts)
+        return super().forward(*args, **kwargs)
+
+
+class _Replay(NamedTuple):
+    """What Megatron-core asks for the experts of each token."""
+
+    experts: Tensor
+    """[L, k] int64"""
+
+    def get_replay_topk(self, scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        """[L, experts] scores -> the scores of each token's own experts [L, k], and these experts."""
+        return scores.gather(1, self.experts), self.experts
+
+
 def attend_by_kernel(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float | None) -> Tensor:
     """As `RowAttention`, by PyTorch's kernel, one document of `lengths` tokens after the other; for GPUs."""
     q, k, v = (x.permute(1, 2, 0, 3).split(lengths, dim=2) for x in (query, key, value))
@@ -137,6 +165,7 @@ def decoder_spec(decoder: DecoderConfig, num_layers: int) -> Any:
         layer.mlp.submodules.linear_fc1, layer.mlp.submodules.linear_fc2 = ColumnLinear, RowLinear
     else:
         layer.mlp.submodules.router = Router
+        spec.module = RoutedLayer
     return core_api.TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=Norm)
 
 

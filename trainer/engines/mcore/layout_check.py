@@ -33,7 +33,8 @@ _FIXED = {
     *("gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias", "layernorm_epsilon"),
     *("layernorm_zero_centered_gamma", "memory_efficient_layer_norm", "persist_layer_norm"),
     *("use_cpu_initialization", "perform_initialization", "expert_tensor_parallel_size"),
-    *("moe_token_dispatcher_type", "moe_router_load_balancing_type", "moe_router_pre_softmax"),
+    *("moe_token_dispatcher_type", "moe_router_load_balancing_type"),
+    *("moe_router_pre_softmax", "moe_enable_routing_replay"),
 }
 
 

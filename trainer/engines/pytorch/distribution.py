@@ -30,18 +30,26 @@ class Distribution:
     """[P] float32, what logits are multiplied by: the inverse temperatures. None if all are 1."""
     kept: KeptSets | None = None
     """P sets. None if all stand for the whole vocabulary."""
+    widened: bool = False
+    """Whether logits are products in float32 of what may be in a narrower dtype (`TrainerConfig.head_dtype`)."""
 
     @classmethod
-    def of_row(cls, row: PackedRow, device: torch.device) -> "Distribution":
+    def of_row(cls, row: PackedRow, device: torch.device, head_dtype: str | None) -> "Distribution":
         """The distribution of a row's scored pairs, on the device."""
         scale = None if (row.temperatures == 1).all() else to_tensor(1 / row.temperatures, device)
-        return cls(scale, row.kept if row.kept is not None and row.kept.counts.any() else None)
+        kept = row.kept if row.kept is not None and row.kept.counts.any() else None
+        return cls(scale, kept, widened=head_dtype == "float32")
+
+    def widen(self, tensor: Tensor) -> Tensor:
+        """An operand of the logits' product in the dtype that it is computed in."""
+        return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if self.widened else tensor
 
     def at(self, where: Tensor) -> "Distribution":
         """That of the pairs with these indices."""
         return Distribution(
             None if self.scale is None else self.scale[where],
             None if self.kept is None else self.kept.take(where.cpu().numpy()),
+            self.widened,
         )
 
 

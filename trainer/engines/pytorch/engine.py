@@ -69,7 +69,7 @@ class TorchEngine(Engine):
         self._rows = rows
         self._failure_sync = rows.failure_sync
         if masters is None and config.num_ranks == 1 and config.compute_dtype != "float32" and not config.is_frozen:
-            masters = mixed_precision = MixedPrecision(model, DTYPES[config.compute_dtype])
+            masters = mixed_precision = MixedPrecision(parameters.values(), DTYPES[config.compute_dtype])
             parameters = dict(zip(parameters, mixed_precision.master_weights, strict=True))
         self._masters = masters
         self._parameters = parameters

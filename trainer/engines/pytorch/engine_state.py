@@ -14,7 +14,7 @@ the outermost block moves. The engine does the moving itself.
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol, get_args
 
@@ -150,10 +150,10 @@ class MasterWeights(Protocol):
 class MixedPrecision:
     """The float32 master weights of a model that computes in another dtype."""
 
-    def __init__(self, model: nn.Module, compute_dtype: torch.dtype) -> None:
-        """Turns `model`'s float32 parameters into `compute_dtype` copies, whose gradients go to the master weights."""
+    def __init__(self, parameters: Iterable[nn.Parameter], compute_dtype: torch.dtype) -> None:
+        """Turns float32 parameters into `compute_dtype` copies, whose gradients go to the master weights."""
         self._host = HostMemory()
-        self._copies = list(model.parameters())
+        self._copies = list(parameters)
         self.master_weights = [nn.Parameter(parameter.data) for parameter in self._copies]
         for copy, master in zip(self._copies, self.master_weights, strict=True):
             copy.data = master.data.to(compute_dtype)

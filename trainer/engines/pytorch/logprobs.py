@@ -115,13 +115,14 @@ def logprobs_and_entropy(
     """Scores each target under the softmax of `hidden @ weight.T`, to which `low_rank` adds its product.
 
     With a `cap`, each logit x becomes cap * tanh(x / cap), as in Gemma 2 (https://arxiv.org/abs/2408.00118).
-    `distribution` says by what the logits are divided and which words have a probability; by default, by 1 and all.
+    `distribution` divides the logits, leaves words out, and may widen the product to float32; by default it does not.
 
     `hidden` [S, D] and `weight` [V, D] share a dtype; `targets` [S] are int64. In a `group`, rank r holds the
     vocabulary rows r*V to r*V + V - 1, of the low rank's B too, and the gradients of `hidden` and of its A are this
     rank's parts of sums over the group. Returns log-probs [S] float32 and, if asked for, entropies [S] float32 in nats;
     both are differentiable. Of float64 they are float64.
     """
+    hidden, weight = distribution.widen(hidden), distribution.widen(weight)
     if distribution.kept is not None and not distribution.kept.counts.all():
         options: dict[str, Any] = {"group": group, "low_rank": low_rank, "cap": cap}
         return _in_two(hidden, weight, targets, distribution, entropy=entropy, **options)

@@ -88,6 +88,9 @@ class Optimizer:
         norm = abs(grad_scale) * math.sqrt(_square_sum(grads, self._replicas))
         if not math.isfinite(norm):
             return norm
+        in_place = fetch_to is None and self._dtype == torch.float32
+        if in_place:
+            self.state()  # a first step that has too little memory for its moments leaves the gradient as it was
         factor = grad_scale
         if params.grad_clip_norm > 0:
             factor *= min(1.0, params.grad_clip_norm / (norm + 1e-6))
@@ -95,7 +98,7 @@ class Optimizer:
             for grad in grads:
                 grad.mul_(factor)
         groups = self._groups(params)
-        if fetch_to is None and self._dtype == torch.float32:
+        if in_place:
             self._update(groups, params)
         else:
             self._step_in_pieces(list(_pieces(groups)), params, fetch_to)
@@ -188,12 +191,14 @@ class Optimizer:
         self._adamw.state.clear()
 
     def _state_of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = self._adamw.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=self._dtype, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self._dtype, requires_grad=False)
-        return state
+        if not self._adamw.state[parameter]:
+            moments = {
+                name: torch.zeros_like(parameter, dtype=self._dtype, requires_grad=False)
+                for name in ("exp_avg", "exp_avg_sq")
+            }
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            self._adamw.state[parameter] = {"step": step, **moments}
+        return self._adamw.state[parameter]
 
     def _groups(self, params: AdamParams) -> list[dict[str, Any]]:
         """One group per kind of step, learning-rate multiplier and mesh, because the fused step cannot mix them."""

@@ -10,6 +10,7 @@ Calls go one way: an engine calls its `RowRunner`, and the runner calls the func
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -230,6 +231,33 @@ def loss_inputs(row: PackedRow, device: torch.device) -> LossInputs:
         datum_index=to_tensor(row.datum_index, device),
         num_datums=len(row.lengths),
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedPlan:
+    """What attention needs to know about a row, or a rank's shard of L of its tokens, with the experts of each token.
+
+    Replaying the generator's experts is R3 (https://arxiv.org/abs/2510.11370): rounding alone has a trainer choose
+    other ones for some tokens. Their weights are the trainer's own, so that the router learns. The ids travel with
+    attention's plan, because every layer gets that, and gets it again when its activations are recomputed.
+    """
+
+    attention: Any
+    experts: Tensor
+    """[layers, L, k] int64"""
+
+
+def with_routes(attention: Any, row: PackedRow, device: torch.device, rows: Tensor | slice = slice(None)) -> Any:
+    """What attention needs to know, with the experts of the row's tokens `rows` if it has routes."""
+    if row.routes is None:
+        return attention
+    experts = to_tensor(np.moveaxis(row.routes, 1, 0).astype(np.int64), device)
+    return RoutedPlan(attention, experts[:, rows])
+
+
+def of_layer(plan: Any, layer: int) -> tuple[Any, Tensor | None]:
+    """What attention needs to know, and the experts [L, k] that a layer replays, if it does."""
+    return (plan.attention, plan.experts[layer]) if isinstance(plan, RoutedPlan) else (plan, None)
 
 
 def to_tensor(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ Covers: controller/runs/report/samples.py
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer
 from controller.runs.recording import write_rollouts
 from controller.runs.report import samples
 from controller.runs.report.samples import TokenSamples, evaluation_samples, mismatch_samples, read_token_samples
+from rl.images import PlacedImage, TokensWithImages
 from rl.rollouts.episodes import group_to_data, rollout_to_datum
 from rl.types import ForwardBackwardOutput
 from tests.controller.runs.report.reported_runs import dialogue, group
@@ -51,6 +53,15 @@ def test_turns_are_apart_with_the_environments_message_between(tmp_path: Path) -
     assert with_tokens["text"] == without["text"] == "first\nno, again\nsecond"
     assert with_tokens["tokens"] == [*((c, -1) for c in "first"), ("no, again", None), *((c, -1) for c in "second")]
     assert without["tokens"] == [("first",), ("no, again", None), ("second",)]
+
+
+def test_images_of_prompts_are_shown(tmp_path: Path) -> None:
+    asked = group("p", "red")
+    images = [PlacedImage(start=0, num_tokens=1, data=data, inputs={}) for data in (b"PNG", b"x" * 300_000)]
+    turn = replace(asked.rollouts[0].turns[0], prompt_tokens=TokensWithImages((5, 5), images))
+    shown = replace(asked, rollouts=(replace(asked.rollouts[0], turns=(turn,)),))
+    write_rollouts(tmp_path / "eval-00000.parquet", [shown, group("q", "blue")], step=0, split="eval")
+    assert [each["images"] for each in evaluation_samples(tmp_path, None)] == [["data:image/*;base64,UE5H"], []]
 
 
 @pytest.mark.stranger("F6")

@@ -3,19 +3,22 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.models.common import Linear
-from torchtitan.models.common.config_utils import make_moe_config, make_router_config
-from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
+from torchtitan.models.common.config_utils import make_moe_config
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
 from trainer.engines.decoder_config import DecoderConfig
 from trainer.engines.pytorch.hf_directory import unstacked
+from trainer.engines.pytorch.row_runner import of_layer
 
 _STACK = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\w+)\.weight")
 
@@ -56,20 +59,68 @@ class RouterGate(Linear):
         return F.linear(x.float(), self.weight.float())
 
 
+class ReplayRouter(TokenChoiceTopKRouter):
+    """A router that takes given experts, where there are any, with its own scores of them."""
+
+    replayed: Tensor | None = None
+    """[L, k] int64, the experts of each token of the row, or of this rank's shard of it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):
+        """Same fields as `TokenChoiceTopKRouter.Config`."""
+
+    def forward(
+        self,
+        x_BLD: Tensor,  # noqa: N803 - upstream's names
+        expert_bias_E: Tensor | None = None,  # noqa: N803
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[1, L, D] -> weights [1, L, k], experts [1, L, k] and scores [1, L, E]."""
+        weights, experts, scores = super().forward(x_BLD, expert_bias_E)
+        if self.replayed is None:
+            return weights, experts, scores
+        experts = self.replayed[None]
+        if isinstance(scores, DTensor):  # every rank has the experts of all tokens, and scores of some
+            mesh = scores.device_mesh
+            whole = DTensor.from_local(experts, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            experts = whole.redistribute(placements=scores.placements)
+        weights = scores.gather(-1, experts)
+        if self.route_norm:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.route_scale, experts, scores
+
+
+class RoutedBlock(Qwen3TransformerBlock):
+    """A layer whose router replays the experts that come with what attention needs to know."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Qwen3TransformerBlock.Config):
+        """`layer` counts from 0 in the whole model."""
+
+        layer: int = 0
+
+    def __init__(self, config: Config) -> None:
+        """Builds the layer."""
+        super().__init__(config)
+        self._layer = config.layer
+
+    def forward(self, x: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
+        """[1, L, D] -> [1, L, D]; `attention_masks` may be a `RoutedPlan`."""
+        attention_masks, self.moe.router.replayed = of_layer(attention_masks, self._layer)
+        return super().forward(x, attention_masks, positions)
+
+
 def moe_config(config: DecoderConfig) -> MoE.Config:
     """A layer's router and experts, without load balancing, so that the gradient is that of the loss alone."""
     moe = config.moe
     assert moe is not None
-    router = make_router_config(
-        dim=config.dim,
+    router = ReplayRouter.Config(
         num_experts=moe.num_experts,
-        gate_param_init={"weight": skip_param_init},
+        gate=RouterGate.Config(
+            in_features=config.dim, out_features=moe.num_experts, param_init={"weight": skip_param_init}
+        ),
         top_k=moe.experts_per_token,
         score_func="softmax",
         route_norm=moe.normalize_scores,
-    )
-    router.gate = RouterGate.Config(
-        in_features=config.dim, out_features=moe.num_experts, param_init={"weight": skip_param_init}
     )
     return make_moe_config(
         num_experts=moe.num_experts,

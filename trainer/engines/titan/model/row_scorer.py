@@ -15,7 +15,7 @@ from trainer.engines.pytorch.context_parallel import RowShard, gather_scored, sh
 from trainer.engines.pytorch.distribution import Distribution
 from trainer.engines.pytorch.pipeline import StageInputs
 from trainer.engines.pytorch.ranks import DTYPES
-from trainer.engines.pytorch.row_runner import to_tensor
+from trainer.engines.pytorch.row_runner import to_tensor, with_routes
 from trainer.engines.titan.model.attention import attention_masks, needs_flex, sharded_attention_masks
 
 # Positions per block of a block mask, on a GPU.
@@ -36,6 +36,7 @@ class RowScorer:
         self._device = device
         self._row_multiple = row_multiple(config, device)
         self._compute_dtype = DTYPES[config.compute_dtype]
+        self._head_dtype = config.head_dtype
 
     def score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """A `ScoreRow`, for a decoder that is the whole model."""
@@ -50,7 +51,7 @@ class RowScorer:
         tokens, positions = to_tensor(row.tokens, self._device), to_tensor(row.positions, self._device)
         scored = to_tensor(row.scored, self._device)
         targets = to_tensor(row.targets, self._device)
-        distribution = Distribution.of_row(row, self._device)
+        distribution = Distribution.of_row(row, self._device, self._head_dtype)
         if self._context_mesh is None:
             shard, rows = None, slice(None)
             masks = attention_masks(positions[None], row.documents, self._compute_dtype)
@@ -61,7 +62,7 @@ class RowScorer:
             masks = sharded_attention_masks(self._decoder, positions[None], row.documents, shard, self._context_mesh)
         others: Mapping[str, Any] = {
             "positions": positions[rows][None],
-            "attention_masks": masks,
+            "attention_masks": with_routes(masks, row, self._device, rows),
             "scored": scored,
             "targets": targets,
             "entropy": entropy,
@@ -86,8 +87,9 @@ class RowScorer:
 def row_multiple(config: TrainerConfig, device: torch.device) -> int:
     """The number of which a row's length must be a multiple, for equal shards and for float8."""
     if config.context_parallel == 1:
-        # Experts take their tokens from equal parts of the sequence; stages exchange equal parts of it.
-        parts = config.tensor_parallel if config.expert_parallel > 1 or config.pipeline_parallel > 1 else 1
+        # Experts take their tokens from equal parts of the sequence, and stages exchange equal parts. On a GPU, DTensor
+        # replicates a row of fewer tokens than ranks for RMSNorm's fused kernel, which torchtitan refuses.
+        parts = config.num_token_shards
         # The gradient of a float8 weight sums over tokens, which its kernel takes in multiples.
         return math.lcm(parts, _FLOAT8_MULTIPLE if config.float8 != "none" else 1)
     block = 1 if device.type == "cpu" else _BLOCK

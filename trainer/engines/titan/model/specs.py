@@ -40,7 +40,7 @@ from trainer.engines.pytorch.distribution import Distribution
 from trainer.engines.pytorch.hf_directory import VALUE_HEAD, load_hf_weights, scale_llama3
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.low_rank import Adaptable
-from trainer.engines.titan.model.experts import expert_views, moe_config
+from trainer.engines.titan.model.experts import RoutedBlock, expert_views, moe_config
 
 # Every parameter is loaded from a checkpoint, so none is initialized.
 _NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
@@ -108,7 +108,7 @@ def build_spec(config: DecoderConfig, head: Head, inner_attention: Module.Config
         ),
         norm=_norm(config, config.dim),
         lm_head=lm_head,
-        layers=[_layer(config, inner_attention) for _ in range(config.num_layers)],
+        layers=[_layer(config, inner_attention, index) for index in range(config.num_layers)],
     )
     return ModelSpec(
         name=config.family,
@@ -121,7 +121,7 @@ def build_spec(config: DecoderConfig, head: Head, inner_attention: Module.Config
     )
 
 
-def _layer(config: DecoderConfig, inner_attention: Module.Config) -> TransformerBlock.Config:
+def _layer(config: DecoderConfig, inner_attention: Module.Config, index: int) -> TransformerBlock.Config:
     has_norm = config.family not in _WITHOUT_QK_NORM
     attention = make_gqa_config(
         dim=config.dim,
@@ -137,14 +137,15 @@ def _layer(config: DecoderConfig, inner_attention: Module.Config) -> Transformer
     )
     assert isinstance(attention.qkv_linear, QKVLinear.Config)
     attention.qkv_linear.wq.bias = attention.qkv_linear.wkv.bias = config.family == "qwen2"
+    parts: dict[str, Any] = {
+        "attention_norm": _norm(config, config.dim),
+        "ffn_norm": _norm(config, config.dim),
+        "attention": attention,
+    }
+    if config.moe is not None:
+        return RoutedBlock.Config(moe=moe_config(config), layer=index, **parts)
     block_class = Qwen3TransformerBlock if has_norm else Llama3TransformerBlock
-    return block_class.Config(
-        attention_norm=_norm(config, config.dim),
-        ffn_norm=_norm(config, config.dim),
-        attention=attention,
-        feed_forward=_feed_forward(config) if config.moe is None else None,
-        moe=moe_config(config) if config.moe is not None else None,
-    )
+    return block_class.Config(feed_forward=_feed_forward(config), **parts)
 
 
 def _norm(config: DecoderConfig, size: int) -> RMSNorm.Config:

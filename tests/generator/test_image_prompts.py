@@ -1,0 +1,183 @@
+"""A generator reads prompts with images as a trainer scores them, before and after pulls, and so do its adapters.
+
+Covers: generator/image_prompts.py
+"""
+
+import asyncio
+import base64
+import contextlib
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+from generator.config import LoRALimits
+from generator.engine import GenerationEngine
+from generator.image_prompts import FOLDER
+from generator.openai_calls import OpenAICall
+from generator.openai_serving import OpenAIServing
+from rl.images import images_of, join_tokens
+from rl.lora import LoRAConfig, tensor_name
+from rl.rollouts.episodes import rollout_to_datum
+from rl.rollouts.rendering import Renderer
+from rl.system.hf_config import inspect_model
+from rl.types import Completion, Datum, Rollout, SamplingParams, Turn
+from rl.vision.qwen_images import file_bytes
+from tests.generator import with_torchvision
+from tests.generator.adapted import pull_adapter
+from tests.generator.conftest import engine_factory
+from tests.generator.published import export, moved, pull
+from tests.stores import FakeStore
+from tests.vision import WITH_IMAGES, WORDS, ImageReference, parts, picture
+from trainer.config import TrainerConfig
+from trainer.engines import load_engine
+from trainer.push import WeightPublisher
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not FOLDER.is_dir() and find_spec("torchvision") is None,
+        reason="vLLM's code of models that read images imports torchvision, which is not installed",
+    ),
+]
+SAMPLING = SamplingParams(max_tokens=8, seed=1)
+SIDES = (32, 64, 96, 128)
+IMAGE_TOKEN = 6
+BOUND = 1e-4
+
+
+def prompts_of(model: Path, count: int) -> list[tuple[int, ...]]:
+    """Prompts of one and two images of many shapes."""
+    renderer, rng = Renderer(model), np.random.default_rng(0)
+
+    def shape() -> tuple[int, int]:
+        height, width = rng.choice(SIDES, 2)
+        return int(height), int(width)
+
+    further = [(shape(),) if number % 2 else () for number in range(count)]
+    return [renderer.encode(parts("what", shape(), "colour", *each, "square")) for each in further]
+
+
+def as_data(prompts: Sequence[tuple[int, ...]], groups: Sequence[Sequence[Completion]]) -> list[Datum]:
+    """A datum for each completion."""
+    turns = [Turn(prompt_tokens=p, completion=each) for p, group in zip(prompts, groups, strict=True) for each in group]
+    return [rollout_to_datum(Rollout(turns=(turn,), reward=0.0), 1.0) for turn in turns]
+
+
+def difference(found: NDArray[np.float32], datum: Datum) -> float:
+    """Of the log-probs of sampled tokens, the largest."""
+    scored = datum.weights > 0
+    return float(np.abs(found - datum.loss_inputs["logprobs"])[scored].max())
+
+
+def difference_to(model: Path, data: Sequence[Datum]) -> float:
+    """To transformers, of datums without a sampled image token, which transformers takes for an image."""
+    reference = ImageReference(model)
+    usual = [datum for datum in data if IMAGE_TOKEN not in datum.tokens[datum.weights > 0][1:]]
+    assert usual
+    return max(difference(reference.logprobs(datum).detach().numpy(), datum) for datum in usual)
+
+
+async def sampled(
+    engine: GenerationEngine, prompts: Sequence[tuple[int, ...]], policy: str | None = None
+) -> list[Datum]:
+    groups = await asyncio.gather(*(engine.generate(prompt, SAMPLING, 2, policy=policy) for prompt in prompts))
+    return as_data(prompts, groups)
+
+
+def check_log_probs(model: Path, folder: Path) -> None:
+    """Of 64 prompts, against the trainer; of pulled weights, against transformers; of a second turn with an image."""
+    prompts, store = prompts_of(model, 64), FakeStore()
+
+    async def main(engine: GenerationEngine) -> None:
+        data = await sampled(engine, prompts)
+        trainer = load_engine(TrainerConfig(model=model, engine="fsdp2", compute_dtype="float32"))
+        scored = trainer.forward([data[start : start + 16] for start in range(0, len(data), 16)]).logprobs
+        assert max(map(difference, scored, data)) < BOUND
+        publisher = WeightPublisher(torch.float32, "shared_memory", store=store)
+        for version in (1, 2, 3):
+            await publisher.publish(version, moved(model, version).items())
+            await pull(engine, store, version)
+        pulled = await sampled(engine, prompts[:8])
+        assert difference_to(export(model, moved(model, 3), torch.float32, folder / "3"), pulled) < BOUND
+        first = await engine.generate(prompts[0], SAMPLING)
+        reply = Renderer(model).encode_reply(parts("red", (64, 64)), first[0].tokens)
+        whole = join_tokens(prompts[0], first[0].tokens, reply)
+        assert len(images_of(whole)) == 2
+        second = as_data([whole], [await engine.generate(whole, SAMPLING)])
+        trainer = load_engine(TrainerConfig(model=folder / "3", engine="fsdp2", compute_dtype="float32"))
+        assert difference(trainer.forward([second]).logprobs[0], second[0]) < BOUND
+        await check_chat(engine, model)
+
+    with contextlib.closing(engine_factory()) as factories:
+        asyncio.run(main(next(factories)(model, "float32")))
+
+
+async def check_chat(engine: GenerationEngine, model: Path) -> None:
+    """A chat in OpenAI's form with a data URL is answered as the same prompt of a renderer; addresses are refused."""
+    serving = OpenAIServing(engine, tool_parser="", reasoning_parser="")
+    image = file_bytes(picture(64, 64, seed=1))
+    (expected,) = await engine.generate(
+        Renderer(model).encode(parts("what", (64, 64))), SamplingParams(max_tokens=6, temperature=0)
+    )
+
+    async def ask(url: str) -> tuple[int, dict[str, Any]]:
+        content = [{"type": "text", "text": " what "}, {"type": "image_url", "image_url": {"url": url}}]
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 6, "temperature": 0}
+        call = OpenAICall(kind="chat", body=json.dumps(body).encode(), policy=None, model="m")
+        status, answer = await serving.answer(call)
+        assert isinstance(answer, str)
+        return status, json.loads(answer)
+
+    status, answer = await ask(f"data:image/png;base64,{base64.b64encode(image).decode()}")
+    assert status == 200, answer
+    assert answer["choices"][0]["message"]["content"].split() == expected.text.split()
+    status, answer = await ask("http://example.org/a.png")
+    assert status != 200
+    assert "domain" in json.dumps(answer)
+
+
+def check_adapters(model: Path, folder: Path) -> None:
+    """An adapter of the language model against the merged model."""
+    lora, generator = LoRAConfig(rank=4, alpha=8.0), torch.Generator().manual_seed(0)
+    weights, adapter = load_file(model / "model.safetensors"), dict[str, torch.Tensor]()
+    for key in [key for key in weights if "visual" not in key and lora.adapts(key.removesuffix(".weight"))]:
+        num_out, num_in = weights[key].shape
+        a = torch.randn(4, num_in, generator=generator) / num_in**0.5
+        b = 0.1 * torch.randn(num_out, 4, generator=generator)
+        module = key.removesuffix(".weight")
+        adapter |= {tensor_name(module, "A"): a, tensor_name(module, "B"): b}
+        weights[key] = weights[key] + lora.scale * (b @ a)
+    merged = export(model, weights, torch.float32, folder / "merged")
+
+    async def main(engine: GenerationEngine) -> None:
+        await pull_adapter(engine, "a", 1, adapter, lora)
+        prompts = prompts_of(model, 8)
+        for directory, policy in ((merged, "a"), (model, None)):
+            assert difference_to(directory, await sampled(engine, prompts, policy)) < BOUND
+
+    with contextlib.closing(engine_factory()) as factories:
+        limits = LoRALimits(max_rank=8, max_adapters=1, max_loaded=1)
+        asyncio.run(main(next(factories)(model, "float32", lora=limits)))
+
+
+def run(check: str, name: str, folder: Path) -> None:
+    model = WITH_IMAGES[name](folder / "model", WORDS)
+    with_torchvision.run(f"{__name__}:{check}", inspect_model(model).architecture, model, folder)
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_log_probs_are_the_trainers(tmp_path: Path, name: str) -> None:
+    run("check_log_probs", name, tmp_path)
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_adapters_are_those_of_the_merged_model(tmp_path: Path, name: str) -> None:
+    run("check_adapters", name, tmp_path)

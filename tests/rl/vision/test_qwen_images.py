@@ -1,0 +1,168 @@
+"""Messages with images become the tokens and patches that the model's own processor makes; bad images are one sentence.
+
+Covers: rl/vision/__init__.py, rl/vision/qwen_images.py, rl/vision/tiny_vl.py
+"""
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from rl.data.batching import validate_batch
+from rl.data.rows import prompt_fault
+from rl.data.sources import JsonlExamples, examples_to_data
+from rl.images import images_of
+from rl.rollouts.columns import groups_to_table, parquet_bytes, table_to_groups
+from rl.rollouts.episodes import rollout_to_datum
+from rl.rollouts.rendering import Renderer, prompt_text
+from rl.system.hf_config import inspect_model
+from rl.tiny_models import tiny_qwen3
+from rl.types import Completion, Group, Rollout, Turn
+from rl.vision.qwen_images import file_bytes, pixels
+from rl.vision.tiny_vl import IMAGE_TOKEN, tiny_qwen2_5_vl, tiny_qwen3_vl
+from tests.vision import WORDS, parts, picture
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3_vl(tmp_path_factory.mktemp("models") / "vl", WORDS)
+
+
+def test_nested_settings_describe_the_language_model(model: Path, tmp_path: Path) -> None:
+    info = inspect_model(model)
+    assert (info.architecture, info.hidden_size, info.num_layers) == ("Qwen3VLForConditionalGeneration", 64, 2)
+    assert not info.tied
+    assert inspect_model(tiny_qwen2_5_vl(tmp_path / "vl", WORDS)).vocab_size == info.vocab_size
+
+
+def test_an_image_is_as_many_tokens_as_it_has_features(model: Path) -> None:
+    renderer = Renderer(model)
+    one = renderer.encode(parts("what"))
+    tokens = renderer.encode(parts("what", (64, 96), "red", (32, 32)))
+    shown = renderer._tokenizer.convert_ids_to_tokens(tokens)  # pyright: ignore[reportPrivateUsage]
+    assert shown.count(IMAGE_TOKEN) == 6 + 1
+    assert images_of(one) == ()
+    for image in images_of(tokens):
+        assert set(shown[image.start : image.start + image.num_tokens]) == {IMAGE_TOKEN}
+        assert (shown[image.start - 1], shown[image.start + image.num_tokens]) == ("<|vision_start|>", "<|vision_end|>")
+
+
+def test_patches_are_those_of_the_models_processor(model: Path) -> None:
+    (image,) = images_of(Renderer(model).encode(parts((80, 50))))
+    made = Qwen2VLImageProcessorPil.from_pretrained(model)(images=[picture(80, 50)])
+    assert np.array_equal(image.inputs["pixel_values"], made["pixel_values"])
+    assert np.array_equal(image.inputs["image_grid_thw"], made["image_grid_thw"][0])
+    assert Image.open(io.BytesIO(image.data)).tobytes() == picture(80, 50).tobytes()
+
+
+def test_every_form_of_an_image_is_the_same(model: Path, tmp_path: Path) -> None:
+    data = file_bytes(picture(32, 64))
+    (tmp_path / "picture.png").write_bytes(data)
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    forms = [data, tmp_path / "picture.png", str(tmp_path / "picture.png"), url, {"bytes": data, "path": None}]
+    assert [file_bytes(form) for form in forms] == [data] * len(forms)
+
+
+def test_replies_and_given_answers_may_follow_images(model: Path) -> None:
+    renderer = Renderer(model)
+    reply = renderer.encode_reply(parts((32, 32), "red"), (3,))
+    assert [image.num_tokens for image in images_of(reply)] == [1]
+    prompt = parts("what", (64, 64))
+    assert renderer.encode_completion(prompt, "red") == renderer.encode_completion(parts("what"), "red")
+    assert prompt_text(prompt) == " what [image]"
+
+
+def test_an_image_token_that_a_user_spells_out_is_text(model: Path) -> None:
+    renderer = Renderer(model)
+    tokens = renderer.encode(parts(f"what {IMAGE_TOKEN} red", (64, 64)))
+    assert [image.num_tokens for image in images_of(tokens)] == [4]
+    with pytest.raises(ValueError, match="the chat template shows 2 images and the prompt has 1; it must show each"):
+        renderer.encode([{"role": "system", "content": f"what {IMAGE_TOKEN}"}, *parts((64, 64))])
+
+
+@pytest.mark.parametrize(
+    ("image", "said"),
+    [
+        (file_bytes(picture(64, 64))[:-900], "an image of .* bytes is broken: "),
+        (b"no image", "an image of 8 bytes is in no format that Pillow knows"),
+        ("https://example.org/a.png", "'https://example.org/a.png'; addresses are not fetched: give the bytes of"),
+        ("missing.png", "the image missing.png cannot be read: No such file or directory"),
+        ("data:image/png,abc", "a data URL must be 'data:image/png;base64,' and the file in base64"),
+        (3, "an image is a int; it must be the bytes of an image file, a path, a data URL, or an image of Pillow"),
+    ],
+)
+def test_bad_images_are_refused_in_a_sentence(model: Path, image: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Renderer(model).encode([{"role": "user", "content": [{"type": "image", "image": image}]}])
+
+
+def test_a_truncated_jpeg_is_refused() -> None:
+    file = io.BytesIO()
+    picture(64, 64).save(file, "JPEG")
+    assert pixels(file.getvalue()).size == (64, 64)
+    with pytest.raises(ValueError, match=r"is broken: .*truncated"):
+        pixels(file.getvalue()[:-500])
+
+
+def test_images_need_a_model_and_a_processor(tmp_path: Path) -> None:
+    text = tiny_qwen3(tmp_path / "text")
+    template = {"chat_template": "{% for m in messages %}w3 {% endfor %}"}
+    settings = text / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | template))
+    with pytest.raises(ValueError, match=r"the prompt has an image, and .*text is a model of text"):
+        Renderer(text).encode(parts((32, 32)))
+    without = tiny_qwen3_vl(tmp_path / "vl", WORDS)
+    (without / "preprocessor_config.json").unlink()
+    with pytest.raises(ValueError, match=r"has neither preprocessor_config\.json nor processor_config\.json, by which"):
+        Renderer(without).encode(parts((32, 32)))
+    assert Renderer(without).encode(parts("red"))
+
+
+def test_recordings_keep_each_file_once_and_are_read_again(model: Path) -> None:
+    renderer = Renderer(model)
+    prompt, reply = renderer.encode(parts((64, 96))), renderer.encode_reply(parts((64, 96), "red", (32, 32)), (3,))
+    completion = Completion(tokens=(8, 3), logprobs=(-1, -1), versions=(0, 0), text="", finish_reason="stop")
+    turns = [Turn(prompt_tokens=tokens, completion=completion) for tokens in (prompt, reply)]
+    rollouts = tuple(Rollout(turns=tuple(turns[:count]), reward=float(count)) for count in (1, 2, 2))
+    group = Group(problem_id="a", prompt="", rollouts=rollouts)
+    table = groups_to_table([group])
+    files = [each["file"] for row in table["images"].to_pylist() for each in row]
+    assert len(files) == 1 + 3 + 3
+    assert [file for file in files if file] == [file_bytes(picture(64, 96, seed=0)), images_of(reply)[1].data]
+    (recorded,) = table_to_groups(pq.read_table(pa.BufferReader(parquet_bytes(table))))
+    assert recorded == group
+    again = renderer.read_again(recorded)
+    for found, expected in zip(again.rollouts, rollouts, strict=True):
+        for ours, theirs in zip(found.turns, expected.turns, strict=True):
+            for one, other in zip(images_of(ours.prompt_tokens), images_of(theirs.prompt_tokens), strict=True):
+                assert (one, one.content_hash) == (other, other.content_hash)
+    with pytest.raises(ValueError, match=r"images\[0\].inputs is empty; `Renderer.read_again` reads recorded images"):
+        validate_batch([rollout_to_datum(recorded.rollouts[0], 1.0)], vocab_size=32, max_seq_len=64, reads_images=True)
+    assert "images" not in groups_to_table([Group(problem_id="a", prompt="", rollouts=())]).column_names
+
+
+def test_rows_of_a_file_are_told_apart_by_their_images(model: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    for number in range(40):
+        url = f"data:image/png;base64,{base64.b64encode(file_bytes(picture(32, 32, seed=number))).decode()}"
+        content = [{"type": "image", "image": url}, {"type": "text", "text": " what "}]
+        lines.append(json.dumps({"prompt": [{"role": "user", "content": content}], "completion": "red"}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    source = JsonlExamples(path=tmp_path / "rows.jsonl")
+    train, held_out = source.train_examples(0, 0, 30), source.eval_examples(40)
+    assert len({example.id for example in (*train, *held_out)}) == 30 + len(held_out)
+    data = examples_to_data(Renderer(model), held_out, train_on="completion", max_tokens=64)
+    assert len({datum.images[0].content_hash for datum in data}) == len(held_out) > 0
+
+
+def test_prompts_with_images_pass_the_check_of_prompts() -> None:
+    assert prompt_fault(parts("what", (32, 32))) == ""
+    for content in ([], [{"type": "image"}], [{"type": "text", "text": 3}], ["what"]):
+        assert "or parts with images" in prompt_fault([{"role": "user", "content": content}])

@@ -1,0 +1,228 @@
+"""Packed rows with images: log-probs and gradients are transformers', computed one document at a time in float32.
+
+Covers: trainer/families/qwen_vl.py, trainer/families/__init__.py
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from rl.images import PlacedImage
+from rl.lora import LoRAConfig
+from rl.losses import get_loss
+from rl.rollouts.rendering import Renderer
+from rl.system.model_files import stored_shapes
+from rl.tiny_models import tiny_llama
+from rl.types import AdamParams, Datum
+from tests.vision import WITH_IMAGES, WORDS, ImageReference, image_batch, image_datum, parts
+from trainer.config import TrainerConfig
+from trainer.engines import load_engine
+from trainer.engines.base import Engine
+from trainer.engines.contract.plain_ranks import plan, relative_error, spawn, whole
+from trainer.engines.model_check import check_model
+from trainer.families.qwen_vl import axis_positions
+
+LOSS = get_loss("importance_sampling")
+RENAMED = {"Qwen2_5_VLForConditionalGeneration": {"model.language_model.": "model.", "model.visual.": "visual."}}
+VISION = ("model.visual.", "visual.")
+
+
+@pytest.fixture(scope="module", params=WITH_IMAGES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return WITH_IMAGES[name](tmp_path_factory.mktemp("models") / "vl", WORDS)
+
+
+def engine_of(model: Path, **options: object) -> Engine:
+    return load_engine(TrainerConfig(model=model, engine="fsdp2", compute_dtype="float32", **options))  # pyright: ignore[reportArgumentType]
+
+
+def gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in engine.hf_parameters() if p.grad is not None}
+
+
+def errors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    assert found.keys() == expected.keys()
+    return {name: float(relative_error(found[name], expected[name])) for name in expected}
+
+
+def test_a_row_is_transformers_document_by_document(name: str, model: Path) -> None:
+    check_model(TrainerConfig(model=model, engine="fsdp2", train_vision=True))
+    batch, engine, reference = image_batch(model), engine_of(model, train_vision=True), ImageReference(model)
+    output = engine.forward_backward([batch], LOSS)
+    for logprobs, datum in zip(output.logprobs, batch, strict=True):
+        scored = datum.weights > 0
+        assert logprobs[scored] == pytest.approx(reference.logprobs(datum).detach().numpy()[scored], abs=1e-5)
+    reference.backward(batch)
+    expected = reference.gradients(RENAMED.get(name))
+    assert any(key.startswith(VISION) for key in expected)
+    assert max(errors(gradients(engine), expected).values()) < 1e-5
+    parameters = dict(engine.hf_parameters())
+    assert {key: tuple(p.shape) for key, p in parameters.items()} == stored_shapes(model)
+    stored = load_file(model / "model.safetensors")
+    assert all(torch.equal(p, stored[key]) for key, p in parameters.items())
+
+
+def test_a_frozen_tower_gets_no_gradient_and_stays(model: Path) -> None:
+    batch, whole, frozen = image_batch(model), engine_of(model, train_vision=True), engine_of(model)
+    for engine in (whole, frozen):
+        engine.forward_backward([batch], LOSS)
+    language = {key: grad for key, grad in gradients(whole).items() if not key.startswith(VISION)}
+    assert max(errors(gradients(frozen), language).values()) == 0
+    frozen.optim_step(AdamParams(learning_rate=1e-2))
+    stored = load_file(model / "model.safetensors")
+    changed = {key for key, p in frozen.hf_parameters() if not torch.equal(p, stored[key])}
+    assert changed == language.keys()
+
+
+def test_cuts_into_microbatches_change_nothing(model: Path) -> None:
+    batch = image_batch(model)
+    found = []
+    for cuts in ([batch], [[datum] for datum in batch], [batch[3:], batch[:3]]):
+        engine = engine_of(model, train_vision=True)
+        engine.forward_backward(cuts, LOSS)
+        found.append(gradients(engine))
+    assert max(max(errors(each, found[0]).values()) for each in found[1:]) < 1e-5
+
+
+def test_other_documents_images_are_not_seen(model: Path) -> None:
+    batch, engine = image_batch(model), engine_of(model)
+    rng = np.random.default_rng(1)
+
+    def other(image: PlacedImage) -> PlacedImage:
+        patches = rng.normal(size=image.inputs["pixel_values"].shape).astype(np.float32)
+        return replace(image, inputs={**image.inputs, "pixel_values": patches})
+
+    changed = [*batch[:2], replace(batch[2], images=tuple(map(other, batch[2].images))), *batch[3:]]
+    before, after = engine.forward([batch]).logprobs, engine.forward([changed]).logprobs
+    alike = [bool(np.allclose(one, two, atol=1e-6)) for one, two in zip(before, after, strict=True)]
+    assert alike == [True, True, False, True, True]
+
+
+def test_a_sampled_image_token_is_a_word(model: Path) -> None:
+    """Its embedding is copied to another word, and the two must be scored alike."""
+    engine, (image_token, word) = engine_of(model), (6, 13)
+    embeddings = next(p for key, p in engine.hf_parameters() if key.endswith("embed_tokens.weight"))
+    with torch.no_grad():
+        embeddings[word] = embeddings[image_token]
+    prompt = Renderer(model).encode(parts("what", (64, 64)))
+    sampled, spelled = (image_datum(prompt, (10, token, 11, 3)) for token in (image_token, word))
+    inputs = {**sampled.loss_inputs, "target_tokens": spelled.loss_inputs["target_tokens"]}
+    output = engine.forward([[replace(sampled, loss_inputs=inputs), spelled]])
+    assert np.allclose(*output.logprobs, atol=1e-6)
+
+
+def test_positions_are_transformers(name: str, model: Path) -> None:
+    batch = image_batch(model)
+    base = AutoModelForImageTextToText.from_pretrained(model).model
+    for datum in batch:
+        kinds = np.zeros_like(datum.tokens)
+        for image in datum.images:
+            kinds[image.start : image.start + image.num_tokens] = 1
+        grids = [image.inputs["image_grid_thw"] for image in datum.images]
+        expected, _ = base.get_rope_index(
+            torch.from_numpy(datum.tokens)[None],
+            mm_token_type_ids=torch.from_numpy(kinds)[None],
+            image_grid_thw=torch.from_numpy(np.stack(grids)) if grids else None,
+        )
+        found = axis_positions(np.arange(len(datum.tokens)), datum.images, 2)
+        assert np.array_equal(found[1:], expected[:, 0].numpy())
+
+
+def test_checkpoints_resume_and_exports_load(name: str, model: Path, tmp_path: Path) -> None:
+    batch, params = image_batch(model), AdamParams(learning_rate=1e-2)
+    engine = engine_of(model, train_vision=True)
+
+    def step(trained: Engine) -> None:
+        trained.forward_backward([batch], LOSS)
+        trained.optim_step(params)
+
+    step(engine)
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    step(engine)
+    resumed = engine_of(model, train_vision=True)
+    assert resumed.load_checkpoint(tmp_path / "checkpoint") == 1
+    step(resumed)
+    ours, theirs = dict(engine.hf_parameters()), dict(resumed.hf_parameters())
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    engine.export_hf(tmp_path / "export", torch.float32)
+    exported = ImageReference(tmp_path / "export")
+    for logprobs, datum in zip(engine.forward([batch]).logprobs, batch, strict=True):
+        scored = datum.weights > 0
+        assert logprobs[scored] == pytest.approx(exported.logprobs(datum).detach().numpy()[scored], abs=1e-5)
+
+
+def test_adapters_are_of_the_language_model(model: Path, tmp_path: Path) -> None:
+    lora = LoRAConfig(rank=4)
+    batch, base = image_batch(model), engine_of(model, lora=lora)
+    adapter = base.adapter("a", lora)
+    for _ in range(2):
+        adapter.forward_backward([batch], LOSS)
+        adapter.optim_step(AdamParams(learning_rate=1e-2))
+    adapted = [key for key, _ in adapter.hf_parameters()]
+    assert adapted
+    assert not [key for key in adapted if "visual" in key]
+    adapter.export_hf(tmp_path / "merged", torch.float32)
+    merged = ImageReference(tmp_path / "merged")
+    for logprobs, datum in zip(adapter.forward([batch]).logprobs, batch, strict=True):
+        scored = datum.weights > 0
+        assert logprobs[scored] == pytest.approx(merged.logprobs(datum).detach().numpy()[scored], abs=2e-5)
+
+
+def test_bfloat16_computes_near_float32(model: Path) -> None:
+    batch = image_batch(model)
+    engines = [engine_of(model), load_engine(TrainerConfig(model=model, engine="fsdp2"))]
+    outputs = [engine.forward_backward([batch], LOSS).logprobs for engine in engines]
+    assert all(np.abs(one - two).max() < 0.2 for one, two in zip(*outputs, strict=True))
+    assert engines[1].optim_step(AdamParams(learning_rate=1e-3)).grad_norm > 0
+
+
+def test_vision_is_trained_where_that_is_proven(model: Path, tmp_path: Path) -> None:
+    text = tiny_llama(tmp_path / "llama")
+    said = "train_vision is True; that needs a model that reads images, trained as a whole on one rank"
+    for config in (
+        TrainerConfig(model=text, engine="fsdp2", train_vision=True),
+        TrainerConfig(model=model, engine="fsdp2", train_vision=True, data_parallel_shard=2),
+        TrainerConfig(model=model, engine="fsdp2", train_vision=True, lora=LoRAConfig()),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_model(config)
+    with pytest.raises(ValueError, match=r"The engine 'fsdp2' trains others"):
+        check_model(TrainerConfig(model=model))
+
+
+def run_rank(rank: int, model: Path, batch: list[Datum], file: Path) -> None:
+    """Computes a rank's part of the batch, steps, and saves gradients and weights that all ranks hold together."""
+    config = TrainerConfig(
+        model=model, engine="fsdp2", compute_dtype="float32", data_parallel_shard=2, max_tokens_per_microbatch=48
+    )
+    engine = load_engine(config)
+    engine.forward_backward(plan(config, batch).split(batch)[rank], LOSS)
+    found = whole(engine, gradients=True)
+    engine.optim_step(AdamParams(learning_rate=1e-2))
+    weights = whole(engine)
+    if rank == 0:
+        torch.save((found, weights), file)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_two_ranks_compute_what_one_does(model: Path, tmp_path: Path) -> None:
+    batch, one = [*image_batch(model), *image_batch(model)], engine_of(model)
+    spawn(2, run_rank, model, batch, tmp_path / "found")
+    one.forward_backward([batch], LOSS)
+    found, weights = torch.load(tmp_path / "found")
+    assert max(errors(found, gradients(one)).values()) < 1e-5
+    one.optim_step(AdamParams(learning_rate=1e-2))
+    expected = dict(one.hf_parameters())
+    assert weights.keys() == expected.keys()
+    assert max(relative_error(weights[key], expected[key]) for key in expected) < 1e-4
