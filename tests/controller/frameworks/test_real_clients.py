@@ -123,4 +123,5 @@ def test_an_unmodified_assistant_without_a_network(engine: GenerationEngine) -> 
     words = [word.replace(str(Path("mini-env").absolute()), MINI) for word in program.argv]
     four = ("-c", "mini.yaml", "-c", "agent.step_limit=4")
     env = Repair(program=replace(program, argv=[*words, *four], shows=(MINI,)))
-    _check(Path(engine.llm.model_config.model), _played(engine, env, NUM_SESSIONS // 4), 1)
+    # It leaves answers without a tool call, which random weights do not make, out of its next request.
+    _check(Path(engine.llm.model_config.model), _played(engine, env, NUM_SESSIONS // 4), 0)
