@@ -114,7 +114,8 @@ def check_log_probs(model: Path, folder: Path) -> None:
         second = as_data([whole], [await engine.generate(whole, SAMPLING)])
         trainer = load_engine(TrainerConfig(model=folder / "3", engine="fsdp2", compute_dtype="float32"))
         assert difference(trainer.forward([second]).logprobs[0], second[0]) < BOUND
-        await check_chat(engine, model)
+        if inspect_model(model).architecture == "Qwen3VLForConditionalGeneration":
+            await check_chat(engine, model)  # docs/images.md says that Qwen2.5-VL is not proven here
 
     with contextlib.closing(engine_factory()) as factories:
         asyncio.run(main(next(factories)(model, "float32")))
