@@ -44,6 +44,7 @@ from rl.types import Completion, SamplingParams, Turn
 
 DIALECTS = ("chat/completions", "responses", "messages", "messages/count_tokens")
 _LABELS = ("x-claude-code-agent-id", "x-session-id")
+_LAST_EVENTS = ("data: [DONE]", "event: response.completed", "event: message_stop")
 _BACKLOG = 2048
 _IDS = ("id", "tool_call_id", "call_id", "tool_use_id", "metadata", "user", "prompt_cache_key")
 T = TypeVar("T")
@@ -156,7 +157,7 @@ class AgentEndpoint:
             yield replace(reply, body=body)
             return
         yield reply
-        index: int | None = None
+        index, whole = None, False
         async with aclosing(reply.body) as events:
             try:
                 while (event := await session.while_open(anext(events, None))) is not None:
@@ -164,8 +165,9 @@ class AgentEndpoint:
                         index = _keep(session, call, event.removeprefix(RECORD), label, started)
                     else:
                         yield event
+                        whole = whole or event.startswith(_LAST_EVENTS)  # and the program has taken it
             except BaseException:
-                if index is not None:
+                if index is not None and not whole:
                     session.calls[index] = replace(session.calls[index], delivered=False)
                 raise
 
