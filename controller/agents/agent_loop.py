@@ -5,6 +5,7 @@ counts once, whichever branches read it, and the gradient is the mean over the s
 """
 
 from dataclasses import dataclass, field
+from typing import cast
 
 from controller.agents.endpoint import SessionLimits, agent_endpoint
 from controller.agents.programs import AgentEnv, run_agents
@@ -41,8 +42,8 @@ class AgentConfig(GroupLoopConfig):
 
 async def train(config: AgentConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
-    run, env, advantage = Run(config, folder, console), config.env, config.advantage_function
-    assert isinstance(env, AgentEnv), "the configuration has checked it"
+    run, advantage = Run(config, folder, console), config.advantage_function
+    env = cast("AgentEnv", config.env)  # the configuration has looked
     model = resolve_model(config.model, run.phase)
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
 
