@@ -5,10 +5,9 @@ counts once, whichever branches read it, and the gradient is the mean over the s
 """
 
 from dataclasses import dataclass, field
-from typing import cast
 
 from controller.agents.endpoint import SessionLimits, agent_endpoint
-from controller.agents.programs import AgentEnv, run_agents
+from controller.agents.programs import as_agent_env, run_agents
 from controller.agents.sessions import record_sessions, session_metrics, sessions_to_data
 from controller.launching.launcher import launch
 from controller.runs import Console, GroupLoopConfig, Loop, Run, RunFolder
@@ -31,8 +30,7 @@ class AgentConfig(GroupLoopConfig):
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         GroupLoopConfig.__post_init__(self)
-        if not isinstance(self.env, AgentEnv):
-            raise ValueError(f"env is a {type(self.env).__name__}; this loop needs an AgentEnv, which has a program")
+        as_agent_env(self.env)
         if self.held_out:
             raise ValueError("held_out is set; this loop evaluates on its own environment alone, so leave it out")
 
@@ -42,8 +40,7 @@ class AgentConfig(GroupLoopConfig):
 
 async def train(config: AgentConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
-    run, advantage = Run(config, folder, console), config.advantage_function
-    env = cast("AgentEnv", config.env)  # the configuration has looked
+    run, advantage, env = Run(config, folder, console), config.advantage_function, as_agent_env(config.env)
     model = resolve_model(config.model, run.phase)
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
 

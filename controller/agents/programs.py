@@ -128,6 +128,13 @@ class AgentEnv(Protocol):
         ...
 
 
+def as_agent_env(env: object) -> AgentEnv:
+    """The environment. Raises ValueError if it is of another kind."""
+    if not isinstance(env, AgentEnv):
+        raise ValueError(f"env is a {type(env).__name__}; this loop needs an AgentEnv, which has a program")
+    return env
+
+
 async def exit_code(task: AgentTask, work: Path, attempt: Attempt) -> float:
     """The reward 1 for a program that ended with status 0, otherwise 0."""
     del task, work
