@@ -14,7 +14,7 @@ from controller.handles.generator_router import GeneratorRouter, openai
 from controller.launching.launcher import Launcher
 from controller.server.answers import Throughput
 from controller.server.config import ModelOptions, ServeConfig
-from controller.server.image_chunks import ReadImage, image_reader
+from controller.server.image_chunks import ReadImage
 from controller.server.recovery import Snapshots
 from generator.openai_calls import OpenAICall, OpenAIReply
 from rl.lora import LivePolicy, LoRAConfig, Policy
@@ -122,14 +122,16 @@ class WholeModels:
         vocab_size: int,
         throughput: Throughput,
         places: Places,
+        read_image: ReadImage | None = None,
     ) -> None:
-        """`places` are shared by all models of the server; `options`, `vocab_size` and `throughput` are this one's."""
+        """`places` are shared by all models of the server; what else there is, is this one's."""
         self._launcher = launcher
         self._config = config
         self._places = places
         self._options = options
         self._vocab_size = vocab_size
         self._throughput = throughput
+        self._read_image = read_image
         self._running: list[AsyncExitStack] = []
 
     async def begin(self) -> WholeTraining:
@@ -195,7 +197,7 @@ class WholeModels:
             vocab_size=self._vocab_size,
             snapshots=OneVersion(by_names, 1),
             openai=answer,
-            read_image=image_reader(self._options.directory),
+            read_image=self._read_image,
             throughput=self._throughput,
         )
 

@@ -168,8 +168,8 @@ async def _host_one(
     async def adapter(name: str, lora: LoRAConfig) -> Trainer:
         return await RecoveringAdapter.make(trainer, name, lora, config.folder / "recovery" / name)
 
-    throughput, vocab_size = Throughput(), inspect_model(model).vocab_size
-    whole = WholeModels(launcher, config, options, vocab_size, throughput, places)
+    throughput, vocab_size, read_image = Throughput(), inspect_model(model).vocab_size, image_reader(model)
+    whole = WholeModels(launcher, config, options, vocab_size, throughput, places, read_image)
     stack.push_async_callback(whole.close)
     return ServedModel(
         names=options.names,
@@ -181,7 +181,7 @@ async def _host_one(
         max_context=generator_config.max_model_len,
         vocab_size=vocab_size,
         snapshots=Snapshots(generator.unbound, config.max_snapshots),
-        read_image=image_reader(model),
+        read_image=read_image,
         whole=whole.begin if config.full else None,
         throughput=throughput,
     )

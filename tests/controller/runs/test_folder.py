@@ -108,6 +108,8 @@ def test_rollouts_hold_everything_needed_to_train_on_them_again(tmp_path: Path) 
                 "versions": [3, 4],
                 "temperature": 1.0,
                 "kept": None,
+                "routes": None,
+                "routes_shape": None,
                 "prompt_logprobs": None,
             }
         ],
