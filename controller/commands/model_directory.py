@@ -67,6 +67,8 @@ def dequantize(source: Path, target: Path, tell: Callable[[str], None], file_byt
     An interrupted call leaves no `target`. Raises ValueError if that exists or cannot be written, and for a model
     whose weights are not quantised, or in another format than those above.
     """
+    from safetensors import SafetensorError
+
     from rl.system.hf_config import inspect_model, read_config_file
 
     config = dict(read_config_file(source))
@@ -86,8 +88,8 @@ def dequantize(source: Path, target: Path, tell: Callable[[str], None], file_byt
             (made / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2))
             inspect_model(made)
             made.rename(target)
-    except OSError as error:
-        raise ValueError(f"--dequantize is {target}: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"--dequantize is {target}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _reader(source: Path, settings: Mapping[str, Any] | None) -> Reader:
@@ -116,7 +118,9 @@ def _read_mxfp4(stored: Stored) -> Iterator[tuple[str, "Tensor"]]:
     for name, read in stored.items():
         if name.endswith("_blocks"):
             base = name.removesuffix("_blocks")
-            experts = zip(read(), stored[f"{base}_scales"](), strict=True)
+            if (scales := stored.get(f"{base}_scales")) is None:
+                raise ValueError(f"no file holds {base}_scales, which {name} needs")
+            experts = zip(read(), scales(), strict=True)
             # Models multiply from the right: [E, R, C] of the file is [E, C, R] of theirs.
             yield base, torch.stack([mxfp4(blocks, scales).T for blocks, scales in experts])
         elif not name.endswith("_scales"):
@@ -174,6 +178,8 @@ def _write_weights(directory: Path, weights: Iterable[tuple[str, "Tensor"]], fil
         held.clear()
 
     for name, tensor in weights:
+        if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"{name} is of {tensor.dtype}, and no file holds its scales")
         held[name] = tensor.to(weight_dtype(name, torch.bfloat16)).contiguous()
         total += held[name].nbytes
         if sum(each.nbytes for each in held.values()) >= file_bytes:

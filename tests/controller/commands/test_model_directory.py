@@ -20,6 +20,7 @@ from rl.system.hf_config import inspect_model
 from rl.system.model_files import weight_files
 from tests.architectures import MODELS
 from tests.controller.commands.test_run import refused
+from tests.rl.recordings import disk_of
 
 TILE = 16  # divides all sides, as transformers asks
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
@@ -82,6 +83,25 @@ def test_the_model_is_what_transformers_dequantises(family: str, tmp_path: Path)
     ours: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
     with torch.no_grad():
         assert torch.equal(ours.float()(tokens).logits, reference.float()(tokens).logits)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_missing_scales_are_named_and_leave_nothing(family: str, tmp_path: Path) -> None:
+    settings, quantise, _ = CASES[family]
+    source = _quantised(MODELS[family][1](tmp_path / "quantised"), settings, quantise)
+    weights = load_file(source / "model.safetensors")
+    lost = next(name for name in sorted(weights) if name.endswith(("_scales", "_scale_inv")))
+    save_file({name: tensor for name, tensor in weights.items() if name != lost}, source / "model.safetensors")
+    with pytest.raises(ValueError, match=r"no file holds (its |.*_)scales"):
+        dequantize(source, tmp_path / "new", lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["quantised"]
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    source = _quantised(MODELS["gpt_oss"][1](tmp_path / "quantised"), MXFP4, _to_mxfp4)
+    with disk_of(10_000), pytest.raises(ValueError, match=r"--dequantize is .*new: "):
+        dequantize(source, tmp_path / "new", lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["quantised"]
 
 
 def test_tiles_at_the_edges_may_be_smaller() -> None:
