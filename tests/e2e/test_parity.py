@@ -87,7 +87,7 @@ class _StaleGenerator:
 
 
 def _sentence(found: Comparison) -> str:
-    return explain([mismatch.mean for mismatch in found.mismatches], found.stepped.mean, found.causes)
+    return explain([mismatch.mean for mismatch in found.mismatches], found.stepped.mean, found.step.mean, found.causes)
 
 
 def test_each_cause_is_told_from_the_others(tmp_path: Path) -> None:
