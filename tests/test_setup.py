@@ -169,6 +169,7 @@ def test_torch_comes_from_the_index_of_cpu_builds(checkout: Path, registry: dict
 
 
 @pytest.mark.seconds
+@pytest.mark.slow
 def test_torch_of_the_registry_is_the_last_resort(checkout: Path, registry: dict[str, str]) -> None:
     done = setup(checkout, env=registry)
     assert done.returncode == 0, done.stderr

@@ -30,6 +30,7 @@ def assert_within_limit(layouts: list[Layout]) -> None:
     assert max(errors.values()) <= LIMIT, errors
 
 
+@pytest.mark.slow
 def test_gradients_of_fast_layouts_equal_those_of_one_rank() -> None:
     assert_within_limit([layout for layout in LAYOUTS if layout.name in FAST])
 

@@ -95,6 +95,7 @@ def test_a_run_leaves_what_it_promises(smollm2: Path, tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(folder / "model").chat_template
 
 
+@pytest.mark.slow  # each signal, without processes: tests/controller/commands/test_stop_signals.py
 def test_ctrl_c_saves_the_last_step_and_ends_every_process(tmp_path: Path) -> None:
     run = _ownloop(tmp_path, TINY_RECIPE, "--num-steps", "1000")
     wait_for_step(run, tmp_path / "run", 1)

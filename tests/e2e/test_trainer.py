@@ -197,6 +197,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow  # of one process that cannot read an argument: tests/controller/processes
 @pytest.mark.stranger("B3")
 def test_a_loss_beside_the_script_is_found_by_its_processes(tmp_path: Path) -> None:
     scripts, elsewhere = tmp_path / "scripts", tmp_path / "elsewhere"

@@ -42,7 +42,8 @@ def _with_characters(problem: TextProblem) -> TextProblem:
     return replace(problem, score=lambda answer: float(np.mean([ord(c) % 2 == 0 for c in answer] or [0])))
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow  # pulls of biased weights: tests/generator/cpu/test_kinds.py
+@pytest.mark.parametrize("tied", [True, False])
 def test_in_bfloat16_they_agree_about_a_model_with_biases(tmp_path: Path, tied: bool) -> None:
     model = tiny_qwen2(tmp_path / "model", tied=tied, **{**SERVABLE, "vocab_size": 320})
     byte_tokens = {token: number for number, token in enumerate(sorted(ByteLevel.alphabet()))}

@@ -24,6 +24,7 @@ COOKBOOK = importlib.util.find_spec("tinker_cookbook")
 
 @pytest.mark.seconds
 @pytest.mark.skipif(COOKBOOK is None, reason="the package tinker-cookbook, of the extra dev, is not installed")
+@pytest.mark.slow  # the server without the cookbook: tests/controller/server/test_serving.py
 def test_a_supervised_recipe_learns(smollm2: Path, tmp_path: Path) -> None:
     model, recipe = tiny_chat_model(tmp_path / "model", smollm2), tmp_path / "recipe"
     write_conversations(recipe)
