@@ -33,9 +33,11 @@ OPTIONAL = (
     *("rl/vision/", "generator/image_prompts.py", "configs/guess_colour_"),
     *("rl/advantages/published_advantages.py", "rl/losses/published_losses.py", "rl/losses/traced_loss.py"),
     *("configs/mixture_smollm2_cpu.py", "rl/envs/check.py", "rl/envs/mixture.py"),
-    *("configs/reward_smollm2_cpu.py", "rl/envs/reward_model.py"),
+    *("configs/reward_smollm2_cpu.py", "rl/envs/judged.py", "rl/envs/reward_model.py"),
+    *(f"rl/envs/{name}" for name in ("calculator", "mcp_server", "python_arithmetic", "sandbox/", "tools")),
+    *("configs/calculator_", "configs/tool_"),
 )
-"""Optional parts, by the beginning of their paths. Entry points name them; no core module imports them."""
+"""Optional parts, by the beginning of their paths. Entry points or recipes name them; no core module imports them."""
 ROOMS = (
     *("rl/system", "rl", "rl/weights", "trainer", "generator"),
     *("controller/processes", "controller/hosts", "controller/handles", "controller/launching", "controller/runs"),

@@ -43,8 +43,8 @@ MAX_FILE_LINES = 400  # more than 300 only where the file serves one idea
 # The numbers of tests/house.py, as they are. They may fall.
 MOST = {
     "product files": 342,
-    "core files": 234,
-    "core lines": 37_400,
+    "core files": 224,
+    "core lines": 35_750,
     "files under 70 lines with one importer": 2,
     "files that a loop's page reaches": 111,
     "definitions of forward_backward": 9,
