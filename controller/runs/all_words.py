@@ -7,11 +7,13 @@ vocabulary for a word and a position, and the log-probs of all words follow from
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rl.protocols import Generator, Trainer
+from rl.rollouts.tokenizer import load_tokenizer
 from rl.sampling import KeptSets
 from rl.types import Datum, SamplingParams
 
@@ -72,3 +74,12 @@ def _datum(tokens: NDArray[np.int64], word: int, best: NDArray[np.int64]) -> Dat
     inputs = {"target_tokens": np.full(size, word), "weights": (np.arange(size) >= since).astype(np.float32)}
     kept = KeptSets.of([*[()] * since, *(sorted({word, int(other)}) for other in best)])
     return Datum(tokens=tokens[:-1], loss_inputs=inputs, kept=kept)
+
+
+def compare_tokenizers(trainer_model: Path, generator_model: Path) -> list[str]:
+    """One sentence if the tokenizers of the two directories differ, else none."""
+    vocabularies = [load_tokenizer(model).get_vocab() for model in (trainer_model, generator_model)]
+    if vocabularies[0] == vocabularies[1]:
+        return []
+    differing = len({index for _, index in vocabularies[0].items() ^ vocabularies[1].items()})
+    return [f"The tokenizers of {trainer_model} and {generator_model} read {differing} tokens differently."]

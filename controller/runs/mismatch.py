@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 from controller.handles.adapters import BoundGenerator
 from controller.hosts.host_groups import Hosts, Tell
 from controller.launching.launcher import Launcher
-from controller.runs.all_words import compare_words
+from controller.runs.all_words import compare_tokenizers, compare_words
 from generator.config import GeneratorConfig, room_to_score
 from rl.data.sources import text_to_datum
 from rl.losses.shared import MAX_LOG_RATIO
 from rl.protocols import Generator, Trainer
-from rl.rollouts.tokenizer import load_tokenizer
 from rl.sampling import Ids, after_prompt
 from rl.system.hf_config import experts_of, read_config
 from rl.types import AdamParams, Completion, Datum, SamplingParams
@@ -236,13 +235,7 @@ async def compare(
         _mismatch("trainer: one sequence per row", single, packed),
         *distribution,
     )
-    await _learn(train, generate, sequences, rate)
-    q, routes = await _rescore(generate, sequences)
-    p = await _score(train, sequences, routes)
-    stepped, step = (
-        _mismatch("after an optimizer step", p, q),
-        _mismatch("trainer: after the step, not before", p, packed),
-    )
+    stepped, step = await _after_a_step(train, generate, sequences, rate, packed)
     if frozen is not None:
         single, pulled = await _alone(*frozen, sequences)
         mismatches.append(_mismatch("- and without the adapter", single, pulled))
@@ -264,6 +257,16 @@ async def _compare_as_sampled(
     replayed, _ = await _score_as_sampled(train, pairs, replays_routes=True)
     mismatches.append(_mismatch("- with the generator's experts", replayed, sampled))
     return mismatches, [EXPERTS_CAUSE, *CAUSES], distribution
+
+
+async def _after_a_step(
+    train: Trainer, generate: Generator, sequences: Sequence[tuple[Tokens, Tokens]], rate: float, before: Logprobs
+) -> tuple[Mismatch, Mismatch]:
+    """Trainer against generator after an optimizer step, pushed and pulled, and the trainer against itself `before`."""
+    await _learn(train, generate, sequences, rate)
+    q, routes = await _rescore(generate, sequences)
+    p = await _score(train, sequences, routes)
+    return _mismatch("after an optimizer step", p, q), _mismatch("trainer: after the step, not before", p, before)
 
 
 async def _learn(train: Trainer, generate: Generator, sequences: Sequence[tuple[Tokens, Tokens]], rate: float) -> None:
@@ -391,12 +394,3 @@ def _mismatch(name: str, p: Logprobs, q: Logprobs) -> Mismatch:
     difference = p - q
     ratio = np.exp(np.minimum(difference, MAX_LOG_RATIO))
     return Mismatch(name, float(np.abs(difference).mean()), float(np.abs(difference).max()), float(ratio.mean()))
-
-
-def compare_tokenizers(trainer_model: Path, generator_model: Path) -> list[str]:
-    """One sentence if the tokenizers of the two directories differ, else none."""
-    vocabularies = [load_tokenizer(model).get_vocab() for model in (trainer_model, generator_model)]
-    if vocabularies[0] == vocabularies[1]:
-        return []
-    differing = len({index for _, index in vocabularies[0].items() ^ vocabularies[1].items()})
-    return [f"The tokenizers of {trainer_model} and {generator_model} read {differing} tokens differently."]

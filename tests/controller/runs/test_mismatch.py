@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from controller.runs.all_words import compare_tokenizers
 from controller.runs.mismatch import (
     ADAPTER_CAUSE,
     CAUSES,
     DTYPE_CAUSE,
     EXPERTS_CAUSE,
     HEAD_CAUSE,
-    compare_tokenizers,
     explain,
 )
 from tests.controller.commands.test_cli import RECIPE, ownloop
