@@ -38,7 +38,7 @@ class Trainer(Protocol):
         ...
 
     async def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
-        """Multiplies the accumulated gradient by `grad_scale`, clips it, applies an AdamW step, clears the gradient."""
+        """Multiplies the accumulated gradient by `grad_scale`, clips it, steps the optimizer, clears the gradient."""
         ...
 
     async def zero_grad(self) -> None:

@@ -144,7 +144,7 @@ def open_reasoning(text: str) -> str:
 
 
 def _parts(text: str, opening: str) -> tuple[str, str, str]:
-    """Reasoning, content, and the delimiter that is left open, of a text before which `opening` is open."""
+    """A text's reasoning, its content, and the delimiter that it leaves open. `opening` was open before the text."""
     reasoning, content = list[str](), list[str]()
     start = 0
     for found in _DELIMITERS.finditer(text):

@@ -225,6 +225,7 @@ def test_a_full_disk_is_named_and_the_next_call_continues(checkout: Path, regist
 
 
 @pytest.mark.seconds
+@pytest.mark.slow
 def test_a_cut_network_is_named_and_the_next_call_continues(checkout: Path, registry: dict[str, str]) -> None:
     while_packages_arrive = {"UV_STAND_IN": f'[ "$2" != sync ] || export UV_DEFAULT_INDEX={UNREACHABLE}'}
     for cut in ({"PIP_INDEX_URL": UNREACHABLE}, while_packages_arrive):

@@ -324,8 +324,8 @@ class _NoForwarding(LoggingManager):
 def forward_no_output() -> None:
     """Keeps Monarch from starting actors that forward the output of processes. Calling it again does nothing.
 
-    It starts them although forwarding is off, asks each of them again and again whether it lives, and never frees what
-    it makes for the question: with three meshes 1 MB a minute if it asks every second. Remove when Monarch starts none,
-    or keeps nothing; `tests/e2e/test_mesh.py` measures what an idle mesh keeps.
+    Monarch starts them although forwarding is off. It polls each of them, and never frees the memory of a poll: with
+    three meshes 1 MB a minute if it polls every second. Remove when Monarch starts none, or frees it;
+    `tests/e2e/test_mesh.py` measures what an idle mesh keeps.
     """
     proc_mesh.LoggingManager = _NoForwarding

@@ -130,7 +130,7 @@ class Gateway:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Within the block, what has ended is cleared away; at its end, everything is."""
+        """Removes sessions that ended while the block runs, and all sessions at its end."""
         sweeper = asyncio.create_task(self.sweep())
         try:
             yield

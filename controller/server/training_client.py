@@ -1,6 +1,6 @@
 """One training client: an adapter, and Tinker's verbs on it.
 
-Every method runs in its turn (see `turns`), so nothing of the same adapter runs beside it. Errors of the user's are
+Every method runs in its turn (see `turns`), so nothing of the same adapter runs beside it. A user's mistake is a
 `ValueError`; the adapter is then as it was before the call.
 """
 

@@ -174,7 +174,7 @@ class JudgedEnv:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The environment's."""
+        """The environment's stop strings."""
         return self.env.stop
 
     @property
@@ -183,11 +183,11 @@ class JudgedEnv:
         return DEFAULT_TIME_LIMIT_S + self.judge.time_limit_s + time_limit_of(self.env)
 
     def train_problems(self, seed: int, start: int, count: int) -> list["JudgedProblem"]:
-        """The environment's."""
+        """The environment's training problems, judged."""
         return self._judged(self.env.train_problems(seed, start, count))
 
     def eval_problems(self, count: int) -> list["JudgedProblem"]:
-        """The environment's. Raises ValueError, before a run starts any process, if the judge says so."""
+        """The environment's held-out problems, judged. Raises ValueError if the judge does not work."""
         self.judge.check()
         return self._judged(self.env.eval_problems(count))
 
@@ -206,17 +206,17 @@ class JudgedProblem:
 
     @property
     def id(self) -> str:
-        """The problem's."""
+        """The problem's id."""
         return self.problem.id
 
     @property
     def prompt(self) -> Prompt:
-        """The problem's."""
+        """The problem's prompt."""
         return self.problem.prompt
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """The problem's."""
+        """The problem's tools, if it has any."""
         return getattr(self.problem, "tools", ())
 
     async def start(self) -> "JudgedEpisode":

@@ -100,13 +100,13 @@ class ToolEnv:
 
     @property
     def name(self) -> str:
-        """The environment's, and the tools'."""
+        """The environment's name, and the tools' names."""
         names = (t.partition(":")[2] if isinstance(t, str) else " ".join(t.command) for t in self.tools)
         return f"{self.env.name} with {', '.join(names)}"
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The environment's."""
+        """The environment's stop strings."""
         return self.env.stop
 
     @property
@@ -153,7 +153,7 @@ class ToolProblem:
 
     @property
     def id(self) -> str:
-        """The question's."""
+        """The question's id."""
         return self.problem.id
 
     async def start(self) -> "ToolEpisode":

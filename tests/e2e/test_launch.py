@@ -35,6 +35,7 @@ def _wait_for_the_end(before: list[int]) -> None:
     wait_until(lambda: not set(descendants()) - set(before), "the processes to end")
 
 
+@pytest.mark.slow  # a whole run: tests/e2e/test_grpo.py; a reference: tests/controller/loops/test_rollout_loops.py
 def test_a_policy_its_reference_and_a_generator(tmp_path: Path) -> None:
     model, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
     config = TrainerConfig(compute_dtype="float32")

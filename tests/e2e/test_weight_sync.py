@@ -107,6 +107,7 @@ def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_two_tensor_parallel_ranks_sample_as_the_model(tmp_path: Path) -> None:
     directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
     exported = export(directory, perturbed(directory, 2), "float32", tmp_path / "exported")

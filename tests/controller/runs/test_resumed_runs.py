@@ -70,7 +70,8 @@ def test_a_resumed_run_equals_one_that_was_left_alone(loop: str, lora: LoRAConfi
         assert _weights(run) == _weights(whole), call
 
 
-@pytest.mark.parametrize("max_staleness", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [1, 3])
 def test_a_resumed_grpo_async_trains_once_on_everything(max_staleness: int, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     changes: dict[str, Any] = {**STEPS, "max_staleness": max_staleness}

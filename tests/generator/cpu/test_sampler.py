@@ -31,6 +31,7 @@ def test_a_number_leads_to_the_word_in_whose_interval_it_lies(num_words: int) ->
     up_to = cumulative(logprobs)
     sizes = np.diff(up_to, prepend=0.0)
     words = np.flatnonzero(sizes > 1e-6)  # smaller ones are moved by the rounding of the sums
+    words = words[:: 1 + len(words) // 1000]
     middles = torch.from_numpy((up_to - sizes / 2)[words] / up_to[-1])
     assert sample(logprobs.expand(len(words), -1), middles).tolist() == words.tolist()
 

@@ -94,7 +94,7 @@ async def true_kl(student: EngineTrainer, teacher: EngineTrainer, prompts: Seque
     return total / len(prompts)
 
 
-@pytest.mark.seconds
+@pytest.mark.slow  # its expected gradient is that of the KL: the next test
 def test_the_student_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
     """Steps of sampling, grading and policy gradient reduce the KL over the whole vocabulary."""
     model = tiny_llama(tmp_path / "model")
