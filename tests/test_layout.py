@@ -43,10 +43,10 @@ MAX_FILE_LINES = 400  # more than 300 only where the file serves one idea
 # The numbers of tests/house.py, as they are. They may fall.
 MOST = {
     "product files": 342,
-    "core files": 224,
-    "core lines": 35_750,
+    "core files": 223,
+    "core lines": 35_600,
     "files under 70 lines with one importer": 2,
-    "files that a loop's page reaches": 111,
+    "files that a loop's page reaches": 110,
     "definitions of forward_backward": 9,
     "project imports of README's loop": 3,
     "imports of optional parts by the core": 0,

@@ -80,7 +80,7 @@ def _is_evaluated(run: Path) -> bool:
 
 def draw_comparison(configurations: Sequence[Configuration], file: Path) -> None:
     """Draws the held-out reward of all runs over the steps."""
-    from controller.runs.plot import plot_comparison  # loads matplotlib
+    from controller.runs.report.plot import plot_comparison  # loads matplotlib
 
     curves = {
         configuration.name: [read_metrics(Path(run.run) / METRICS) for run in configuration.runs]

@@ -1,24 +1,20 @@
 """The step log of a run: one call per step, one per evaluation, one at the end.
 
-Turns the values of a step into metrics and writes them to the console, `metrics.jsonl`, `rollouts/`, `reward.png`, the
-observers (one of them writes the report) and the loggers.
+Turns the values of a step into metrics and writes them to the console, `metrics.jsonl`, `rollouts/`, the loggers and
+the observers, which draw curves and write the report.
 """
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
-from pathlib import Path
 
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.loggers import Observer, RunLoggers
-from controller.runs.metric_rows import metric_rows, thinned_metrics
+from controller.runs.metric_rows import metric_rows
 from rl.algorithms.metrics import PhaseClock, logprob_mismatch, loss_metrics, num_completion_tokens, rollout_metrics
 from rl.rollouts.evaluation import Evaluation, Interval, Measurement
-from rl.system.disk import RecordingError
-from rl.system.hardware import hand_back_garbage
 from rl.system.timeline import show_progress_with
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
@@ -40,12 +36,10 @@ class StepLog:
         *,
         log: Sequence[str] = (),
         config: object = None,
-        seconds_between_drawings: float = 30.0,
     ) -> None:
         """`total_steps` is the length of the progress bar; no rollout can have more than `best_reward`.
 
         `log` names loggers to use in addition to the folder; they show `config`. Raises ValueError if one cannot begin.
-        Curves are drawn at most once in `seconds_between_drawings`, and at the end.
         """
         self.folder = folder
         self.total_steps = total_steps
@@ -60,9 +54,6 @@ class StepLog:
         self._last_measurements: Mapping[str, Measurement] = {}
         self._first_step: int | None = None  # the step after which held-out data were first measured
         self._last_groups: Sequence[Group] = ()
-        self.seconds_between_drawings = seconds_between_drawings
-        self._drawn_at = -math.inf
-        self._curves_are_old = False  # whether there were evaluations since
         self.skipped_in_a_row = 0
         """Number of latest optimizer steps that the trainer skipped, all in a row, because of a non-finite gradient."""
         self.without_signal_in_a_row = 0
@@ -163,8 +154,8 @@ class StepLog:
         for prefix, part in sets:
             self._loggers.log_rollouts(step, part.groups, split=f"eval_{prefix}".rstrip("_"))
             self._warn_of_failures(f"evaluation {prefix}{_label(step)}", part.groups)
-        self._curves_are_old = True
-        self._draw_if_due()
+        for observer in self._observers:
+            observer.after_evaluation({"reward": "reward_mean"})
 
     def measurements(self, step: int, measurements: Mapping[str, Measurement]) -> None:
         """Records measurements on held-out data after a number of steps, the most telling first."""
@@ -173,8 +164,8 @@ class StepLog:
         self._last_measurements = measurements
         self._console.measurements(_label(step), measurements)
         self._log_intervals(step, {name: measurement.interval for name, measurement in measurements.items()})
-        self._curves_are_old = True
-        self._draw_if_due()
+        for observer in self._observers:
+            observer.after_evaluation({name: name for name in measurements})
 
     def _log_intervals(self, step: int, intervals: Mapping[str, Interval]) -> None:
         row = {"step": float(step)}
@@ -187,11 +178,10 @@ class StepLog:
         self._loggers.log_metrics(row)
 
     def finish(self) -> None:
-        """Draws the curves, writes the report, and prints three samples and the sentence that says what was achieved.
+        """Ends the observers, prints three samples and the sentence that says what was achieved.
 
         Blocks until everything is on disk. Raises `RecordingError` if it cannot be written.
         """
-        self.folder.in_background(self._drawing())
         for observer in self._observers:
             observer.finish()
         self.folder.mark_finished()
@@ -225,7 +215,6 @@ class StepLog:
         self._warn_of_failures(f"step {step}", groups)
         self._console.step(row, self.total_steps)
         self._last_groups = groups
-        self._draw_if_due()
 
     def _count(self, row: Mapping[str, float]) -> None:
         """Updates the counts with a row of the metrics.
@@ -248,33 +237,6 @@ class StepLog:
         if failures:
             total = len(failures) + sum(len(group.rollouts) for group in groups)
             self._console.warn(f"{when}: the environment failed {len(failures)} of {total} rollouts: {failures[0]}")
-
-    def _draw_if_due(self) -> None:
-        """Draws the curves in the background, unless that was done shortly before or there is nothing new to see."""
-        if self._curves_are_old and time.monotonic() - self._drawn_at >= self.seconds_between_drawings:
-            self._drawn_at, self._curves_are_old = time.monotonic(), False
-            self.folder.in_background(self._drawing())
-
-    def _drawing(self) -> Callable[[], None]:
-        """The work of drawing the curves that there are now. It reads all metrics and takes most of a second."""
-        curves = {"reward": "reward_mean"} if self._first_evaluation is not None else {}
-        curves |= {name: name for name in self._last_measurements}
-        return partial(_draw, self.folder.metrics_file, curves)
-
-
-def _draw(metrics_file: Path, curves: Mapping[str, str]) -> None:
-    """Draws held-out metrics, each with its metric in training, to PNGs in the run's folder."""
-    from controller.runs.plot import (
-        plot_curve,  # loads matplotlib; a mistake in a recipe should not have to wait for it
-    )
-
-    folder, metrics = metrics_file.parent, thinned_metrics(metrics_file) if curves else []
-    for name, training in curves.items():
-        try:
-            plot_curve(metrics, folder / f"{name}.png", folder.name, name=name, training=training)
-        except OSError as error:
-            raise RecordingError(folder / f"{name}.png", error) from error
-    hand_back_garbage()  # a drawing of matplotlib is megabytes of cycles
 
 
 def _label(step: int) -> str:

@@ -39,11 +39,15 @@ class Logger(Protocol):
 
 
 class Observer(Protocol):
-    """Watches every run, as the report does. Its class, made with the run's folder, is an entry point of the group
+    """Watches every run, as curves and report do. Its class, made with the run's folder, is an entry point of the group
     `ownloop.observers`."""
 
     def resume(self, last_step: int) -> None:
         """The run continues after `last_step`."""
+        ...
+
+    def after_evaluation(self, measured: Mapping[str, str]) -> None:
+        """Held-out data were measured: names of metrics (`eval_<name>`), each with that of its metric in training."""
         ...
 
     def after_step(self, step: int, batch: Sequence[Datum] = (), output: ForwardBackwardOutput | None = None) -> None:

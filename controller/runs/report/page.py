@@ -230,6 +230,9 @@ class ReportWriter:
         """The run continues after `last_step`."""
         self._samples = TokenSamples(self._folder.path, last_step)
 
+    def after_evaluation(self, measured: Mapping[str, str]) -> None:
+        """The next page shows it."""
+
     def after_step(self, step: int, batch: Sequence[Datum] = (), output: ForwardBackwardOutput | None = None) -> None:
         """Writes the files in the background if they are due.
 

@@ -150,30 +150,6 @@ def test_a_step_without_signal_is_said(tmp_path: Path) -> None:
     assert folder.metrics()[0]["groups_with_signal"] == 0
 
 
-@pytest.mark.seconds
-def test_curves_are_drawn_now_and_then_and_at_the_end(tmp_path: Path) -> None:
-    step_log, folder, _ = _step_log(tmp_path, seconds_between_drawings=1e9)
-    image = folder.path / "reward.png"
-
-    def evaluate(step: int) -> None:
-        step_log.evaluation(step, Evaluation(groups=(_group(1, 0),)))
-        folder.flush()
-
-    evaluate(0)
-    image.unlink()
-    evaluate(1)
-    assert not image.exists()  # it was drawn a moment ago
-    step_log.seconds_between_drawings = 0.0
-    _step(step_log, 2)
-    folder.flush()
-    image.unlink()  # the evaluation before was still to be drawn
-    _step(step_log, 3)
-    folder.flush()
-    assert not image.exists()  # nothing new
-    step_log.finish()
-    assert image.exists()
-
-
 def test_a_prompt_that_leaves_no_room_is_named() -> None:
     problems = [TextProblem(id=f"{n} words", prompt="x " * n, score=len) for n in (3, 30)]
     renderer: Any = WordRenderer()

@@ -1,4 +1,4 @@
-"""Covers: controller/runs/plot.py"""
+"""Covers: controller/runs/report/plot.py"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from controller.runs.plot import plot_curve
+from controller.runs.folder import RunFolder
+from controller.runs.report.plot import CurveDrawer, plot_curve
 
 TRAINING = [{"step": float(i), "reward_mean": 0.3 + i / 100, "reward_std": 0.2} for i in range(1, 31)]
 EVAL = [{"step": float(i), "eval_reward": 0.4, "eval_reward_low": 0.35, "eval_reward_high": 0.44} for i in (0, 30)]
@@ -51,3 +52,25 @@ def test_draws_the_metric_that_it_is_told_to(tmp_path: Path) -> None:
     plot_curve(rows, tmp_path / "loss.png", "title", name="loss", training="loss")
     assert has_colour(tmp_path / "loss.png", BLUE)
     assert not has_colour(tmp_path / "loss.png", RED)
+
+
+@pytest.mark.seconds
+def test_curves_are_drawn_now_and_then_and_at_the_end(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, {})
+    drawer = CurveDrawer(folder, seconds_between=1e9)
+    image = folder.path / "reward.png"
+
+    def evaluate() -> None:
+        drawer.after_evaluation({"reward": "reward_mean"})
+        folder.flush()
+
+    evaluate()
+    image.unlink()
+    evaluate()
+    assert not image.exists()  # it was drawn a moment ago
+    drawer.seconds_between = 0.0
+    evaluate()
+    image.unlink()
+    drawer.finish()
+    folder.flush()
+    assert image.exists()

@@ -1,20 +1,71 @@
-"""The plot of a run: its reward, or another metric, in training and on held-out data. Draws to a file only."""
+"""The plot of a run: its reward, or another metric, in training and on held-out data. Draws to a file only.
 
+matplotlib is loaded with the first drawing: a mistake in a recipe should not have to wait for it.
+"""
+
+import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from controller.runs.folder import RunFolder
+from controller.runs.metric_rows import thinned_metrics
 from rl.rollouts.evaluation import t_quantile
+from rl.system.disk import RecordingError
+from rl.system.hardware import hand_back_garbage
+from rl.types import Datum, ForwardBackwardOutput
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _TRAIN = "#4477aa"  # from Paul Tol's "bright" scheme, which is safe for colour-blind readers
 _EVAL = "#cc3311"
+
+
+class CurveDrawer:
+    """Draws the held-out metrics of a run as `reward.png` and the like in its folder, while it runs and at its end.
+
+    An `Observer`. Draws in the background, since it takes most of a second.
+    """
+
+    def __init__(self, folder: RunFolder, *, seconds_between: float = 30.0) -> None:
+        """Draws after an evaluation, but at most once in `seconds_between`, and at the end."""
+        self.seconds_between = seconds_between
+        self._folder = folder
+        self._curves: dict[str, str] = {}
+        self._drawn_at = -math.inf
+
+    def resume(self, last_step: int) -> None:
+        """Nothing was drawn yet."""
+
+    def after_evaluation(self, measured: Mapping[str, str]) -> None:
+        """Draws these metrics, each with its metric in training, if it is time."""
+        self._curves.update(measured)
+        if time.monotonic() - self._drawn_at >= self.seconds_between:
+            self._drawn_at = time.monotonic()
+            self._folder.in_background(self._draw)
+
+    def after_step(self, step: int, batch: Sequence[Datum] = (), output: ForwardBackwardOutput | None = None) -> None:
+        """Only evaluations change a held-out metric."""
+
+    def finish(self) -> None:
+        """Draws all curves."""
+        self._folder.in_background(self._draw)
+
+    def _draw(self) -> None:
+        folder = self._folder.path
+        metrics = thinned_metrics(self._folder.metrics_file) if self._curves else []
+        for name, training in [*self._curves.items()]:
+            try:
+                plot_curve(metrics, folder / f"{name}.png", folder.name, name=name, training=training)
+            except OSError as error:
+                raise RecordingError(folder / f"{name}.png", error) from error
+        hand_back_garbage()  # a drawing of matplotlib is megabytes of cycles
 
 
 def plot_curve(
@@ -30,9 +81,7 @@ def plot_curve(
     The metric `training` of each step is a dot, with a moving average; `eval_<name>` is drawn with its 95 % interval.
     A row may hold either or both.
     """
-    figure = Figure(figsize=(7.2, 4.2), dpi=160, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = _new_figure()
     trained = columns(metrics, "step", training)
     if trained.size:
         steps, mean = trained
@@ -60,11 +109,22 @@ def plot_curve(
     style(axes, title, name.replace("_", " "))
     if trained.size or eval_data.size:
         axes.legend(frameon=False, fontsize=9, loc="best")
-    canvas.print_png(str(file))
+    figure.savefig(file, format="png")
 
 
-def style(axes: Axes, title: str, label: str) -> None:
+def _new_figure() -> "tuple[Figure, Axes]":
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.2), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def style(axes: "Axes", title: str, label: str) -> None:
     """Labels the axes and removes frame lines."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(label)
@@ -99,17 +159,15 @@ def plot_comparison(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]
     Each run's held-out reward is a thin line. The mean of a configuration with several runs is a thick one, with its
     95 % interval over runs (Student's t) at the steps at which all of them were evaluated.
     """
-    figure = Figure(figsize=(7.2, 4.2), dpi=160, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = _new_figure()
     for number, (name, runs) in enumerate(curves.items()):
-        _draw(axes, f"{name} (n = {len(runs)})", runs, _COLOURS[number % len(_COLOURS)])
+        _draw_runs(axes, f"{name} (n = {len(runs)})", runs, _COLOURS[number % len(_COLOURS)])
     style(axes, "held-out reward", "reward")
     axes.legend(frameon=False, fontsize=8, loc="best")
-    canvas.print_png(str(file))
+    figure.savefig(file, format="png")
 
 
-def _draw(axes: Axes, label: str, runs: Sequence[Sequence[Mapping[str, float]]], colour: str) -> None:
+def _draw_runs(axes: "Axes", label: str, runs: Sequence[Sequence[Mapping[str, float]]], colour: str) -> None:
     """Draws the runs of one configuration."""
     found = [columns(rows, "step", "eval_reward") for rows in runs]
     evaluated = [dict(zip(*run.tolist(), strict=True)) for run in found if run.size]
