@@ -81,7 +81,7 @@ def config_fields() -> dict[str, int]:
     """Number of fields of every dataclass whose name ends in Config."""
     counts: dict[str, int] = {}
     for path in sources(*PACKAGES):
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        for node in ast.walk(house.tree(path)):
             if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
                 if any("Protocol" in ast.unparse(base) for base in node.bases):
                     continue
@@ -92,7 +92,7 @@ def config_fields() -> dict[str, int]:
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_imports_go_one_way(package: str) -> None:
     for path in sources(package):
-        wrong = imported_packages(ast.parse((ROOT / path).read_text())) & FORBIDDEN[package]
+        wrong = imported_packages(house.tree(path)) & FORBIDDEN[package]
         assert not wrong, f"{path} imports {', '.join(sorted(wrong))}"
 
 
@@ -199,7 +199,7 @@ def test_what_tests_cover_exists() -> None:
 def test_functions_stay_readable() -> None:
     long: dict[str, int] = {}
     for path in sources(*PACKAGES, "tests", "benchmarks"):
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        for node in ast.walk(house.tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if num_lines > MAX_FUNCTION_LINES:
