@@ -1,10 +1,11 @@
-"""Two ranks that shard a model of a family compute what one does, and an adapter's export is what was scored.
+"""Ranks of a family compute what one does, an adapter's export is what was scored, and a checkpoint resumes.
 
 Covers: trainer/engines/hf/fsdp2.py, trainer/families/
 """
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,9 @@ from trainer.engines.contract.plain_ranks import LENGTHS, plan, relative_error, 
 from trainer.engines.contract.reference import ReferencePolicy
 
 NAMES = ("gpt_oss", "qwen3_5", "qwen3_5_moe", "glm4_moe", "deepseek_v3", "gemma4", "gemma2")
+
+
+TITAN = ("gpt_oss", "deepseek_v3", "glm4_moe")
 
 
 def gradients(rank: int, model: Path, ranks: int, result: Path) -> None:
@@ -45,12 +49,12 @@ def test_two_ranks_have_the_gradients_of_one(tmp_path: Path, name: str) -> None:
     assert max(decays.values(), default=0) < 1e-4
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_adapter_is_trained_and_exported_merged(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "engine"), [*((name, "fsdp2") for name in NAMES), *((name, "torchtitan") for name in TITAN)]
+)
+def test_an_adapter_is_trained_and_exported_merged(tmp_path: Path, name: str, engine: str) -> None:
     lora = LoRAConfig(rank=4, train_mlp=name in ("gemma2", "gemma4", "qwen3_5"))
-    config = TrainerConfig(
-        model=MODELS[name][1](tmp_path / "model"), engine="fsdp2", compute_dtype="float32", lora=lora
-    )
+    config = TrainerConfig(model=MODELS[name][1](tmp_path / "model"), engine=engine, compute_dtype="float32", lora=lora)
     adapter = load_engine(config).adapter("a", lora)
     batch = random_batch((9, 17, 5))
     adapter.forward_backward([batch], get_loss("cross_entropy"))
@@ -62,3 +66,28 @@ def test_an_adapter_is_trained_and_exported_merged(tmp_path: Path, name: str) ->
     for logprobs, datum in zip(adapter.forward([batch]).logprobs, batch, strict=True):
         scored = datum.weights > 0
         assert logprobs[scored] == pytest.approx(reference.logprobs(datum).detach().numpy()[scored], abs=5e-5)
+
+
+@pytest.mark.parametrize("name", TITAN)
+def test_a_checkpoint_resumes_and_fits_the_other_engine(tmp_path: Path, name: str) -> None:
+    configs = [
+        TrainerConfig(model=MODELS[name][1](tmp_path / which), engine=which, compute_dtype="float32")
+        for which in ("torchtitan", "torchtitan", "fsdp2")
+    ]
+    first, second, other = (load_engine(config) for config in configs)
+    batch, loss = random_batch((9, 17, 5)), get_loss("cross_entropy")
+    for step in range(2):
+        if step == 1:
+            first.save_checkpoint(tmp_path / "checkpoint")
+            assert (
+                second.load_checkpoint(tmp_path / "checkpoint") == other.load_checkpoint(tmp_path / "checkpoint") == 1
+            )
+        for engine in (first, second, other)[: 3 if step else 1]:
+            engine.forward_backward([batch], loss)
+            engine.optim_step(AdamParams(learning_rate=1e-2))
+    resumed, elsewhere = dict(second.hf_parameters()), dict(other.hf_parameters())
+    for key, parameter in first.hf_parameters():
+        assert torch.equal(resumed[key], parameter), key
+        assert relative_error(elsewhere[key], parameter) < 1e-4, key
+    for a, b in zip(first.forward([batch]).logprobs, second.forward([batch]).logprobs, strict=True):
+        np.testing.assert_array_equal(a, b)
