@@ -60,7 +60,7 @@ def measure(length: int, repeats: int) -> dict[str, float]:
         return torch_chunk_gated_delta_rule(*(x[None] for x in row), use_qk_l2norm_in_kernel=True)[0][0]
 
     rules: dict[str, Rule] = {
-        "milliseconds": lambda *row: gated_delta_rule(*row, [length]),
+        "milliseconds": lambda q, k, v, g, beta: gated_delta_rule(q, k, v, g, beta, [length]),
         "milliseconds_transformers": transformers,
     }
     row = inputs(length, HEADS, torch.float32)
@@ -80,10 +80,10 @@ def measure(length: int, repeats: int) -> dict[str, float]:
 def float64_error(length: int) -> float:
     """The worst relative error of values and gradients against the recurrence, with two heads in float64."""
     row = inputs(length, 2, torch.float64)
+    q, k, v, g, beta = row
     grad = torch.randn(length, 2, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    results = [
-        [out, *torch.autograd.grad(out, row, grad)] for out in (gated_delta_rule(*row, [length]), token_by_token(*row))
-    ]
+    outputs = gated_delta_rule(q, k, v, g, beta, [length]), token_by_token(q, k, v, g, beta)
+    results = [[out, *torch.autograd.grad(out, row, grad)] for out in outputs]
     return max(float((a - b).norm() / b.norm()) for a, b in zip(*results, strict=True))
 
 

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import Bar, parser, print_result
 from benchmarks.weight_sync import meshes
@@ -39,7 +40,12 @@ def models(folder: Path, num_layers: int) -> tuple[Path, Path]:
     """A mixture and a dense model of the same size."""
     from rl.tiny_models import tiny_llama, tiny_qwen3_moe
 
-    shape = {"hidden_size": 2 * HIDDEN, "head_dim": 64, "num_hidden_layers": num_layers, "initializer_range": 0.05}
+    shape: dict[str, Any] = {
+        "hidden_size": 2 * HIDDEN,
+        "head_dim": 64,
+        "num_hidden_layers": num_layers,
+        "initializer_range": 0.05,
+    }
     mixture = tiny_qwen3_moe(folder / "mixture", **shape, num_experts=EXPERTS, moe_intermediate_size=HIDDEN)
     return mixture, tiny_llama(folder / "dense", **shape, intermediate_size=EXPERTS * HIDDEN)
 

@@ -272,8 +272,8 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def experts_of(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
-    """Layers, experts of a token, and experts to choose from, by the settings of a mixture; None for a dense model."""
-    count = num_experts(config)
+    """Layers, experts of a token, and experts to choose from, of a mixture all of whose layers have some; else None."""
+    count = 0 if config.get("first_k_dense_replace") else num_experts(config)
     return (config["num_hidden_layers"], config.get("num_experts_per_tok") or 0, count) if count else None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.runs.comparison import is_timing
-from controller.runs.folder import complete_checkpoints, read_metrics
+from controller.runs.folder import read_metrics
 from tests.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -69,23 +69,3 @@ def kill_controller(run: subprocess.Popen[str], folder: Path, step: int) -> None
     run.wait(LIMIT_S)
     log = folder / "logs" / "trainer-0.log"
     wait_until(lambda: process_of(log) is None, "the run's processes to notice, and end as well", every_s=0.1)
-
-
-def finished(tmp_path: Path, recipe: str, *options: str) -> Path:
-    """Runs a recipe to its end, and returns the run's folder."""
-    run = ownloop(tmp_path, recipe, "--name", "whole", *options)
-    output, _ = run.communicate(timeout=300)
-    assert run.returncode == 0, output
-    return tmp_path / "runs" / "whole"
-
-
-def killed_and_resumed(tmp_path: Path, recipe: str, *options: str) -> Path:
-    """As `finished`, of a run that is resumed after its controller was killed at step 5 or later."""
-    folder = tmp_path / "runs" / "killed"
-    run = ownloop(tmp_path, recipe, "--name", "killed", *options)
-    wait(run, lambda: complete_checkpoints(folder / "checkpoints"))  # it is written while the run goes on
-    kill_controller(run, folder, 5)
-    run = ownloop(tmp_path, "--resume", "killed")
-    output, _ = run.communicate(timeout=300)
-    assert run.returncode == 0, output
-    return folder

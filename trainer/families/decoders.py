@@ -228,13 +228,11 @@ def read_yarn(rope: Mapping[str, Any], max_seq_len: int) -> Yarn | None:
     if kind != "yarn":
         raise ValueError(f"config.json: rope_type is {kind!r}; supported are 'default' and 'yarn'")
     factor = float(rope["factor"])
-    scales = [rope.get(name) for name in ("mscale", "mscale_all_dim")]
-    mscale, mscale_all_dim = (float(scale) for scale in scales) if all(scales) else (1.0, 0.0)
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    scale = yarn_scale(factor, mscale) / yarn_scale(factor, all_dim) if mscale and all_dim else yarn_scale(factor, 1.0)
     return Yarn(
         factor=factor,
-        attention_factor=float(
-            rope.get("attention_factor") or yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim)
-        ),
+        attention_factor=float(rope.get("attention_factor") or scale),
         beta_fast=float(rope.get("beta_fast") or 32),
         beta_slow=float(rope.get("beta_slow") or 1),
         original_max_position_embeddings=int(rope.get("original_max_position_embeddings") or max_seq_len),

@@ -109,10 +109,11 @@ def build_spec(shape: DeepseekShape, head: Head, inner_attention: Module.Config)
 
 def _attention(shape: DeepseekShape, inner_attention: Module.Config) -> LatentAttention.Config:
     queries = shape.num_heads * shape.head_dim
-    if shape.q_rank:
-        wq = {"wq_a": _linear(shape.dim, shape.q_rank), "wq_b": _linear(shape.q_rank, queries)}
-    else:
-        wq = {"wq": _linear(shape.dim, queries)}
+    wq: dict[str, Any] = (
+        {"wq_a": _linear(shape.dim, shape.q_rank), "wq_b": _linear(shape.q_rank, queries)}
+        if shape.q_rank
+        else {"wq": _linear(shape.dim, queries)}
+    )
     return LatentAttention.Config(
         dim=shape.dim,
         n_heads=shape.num_heads,

@@ -57,7 +57,7 @@ class RouterGate(Linear):
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[B, L, D] in any dtype -> [B, L, E] float32."""
-        return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        return F.linear(x.float(), *(parameter.float() for parameter in self.parameters()))  # a weight, perhaps a bias
 
 
 class ReplayRouter(TokenChoiceTopKRouter):
@@ -100,7 +100,8 @@ class Replays(TransformerBlock):
         """[1, L, D] -> [1, L, D]; `attention_masks` may be a `RoutedPlan`."""
         attention_masks, experts = of_layer(attention_masks, self.layer)
         if self.moe_enabled:
-            self.moe.router.replayed = experts
+            moe: Any = self.moe
+            moe.router.replayed = experts
         return super().forward(x, attention_masks, positions)
 
 
@@ -126,6 +127,7 @@ def moe_config(config: DecoderConfig, experts: GroupedExperts.Config | None = No
     """
     moe = config.moe
     assert moe is not None
+    options: dict[str, Any] = {"score_func": "softmax", **router}
     return make_moe_config(
         num_experts=moe.num_experts,
         router=ReplayRouter.Config(
@@ -133,12 +135,12 @@ def moe_config(config: DecoderConfig, experts: GroupedExperts.Config | None = No
             gate=RouterGate.Config(
                 in_features=config.dim,
                 out_features=moe.num_experts,
-                bias=router.pop("bias", False),
+                bias=options.pop("bias", False),
                 param_init=dict.fromkeys(("weight", "bias"), skip_param_init),
             ),
             top_k=moe.experts_per_token,
             route_norm=moe.normalize_scores,
-            **{"score_func": "softmax", **router},
+            **options,
         ),
         routed_experts=RoutedExperts.Config(
             inner_experts=experts

@@ -174,8 +174,8 @@ class GptOssPolicy(Policy):
             Decoder.Config.update_from_config(self, config=config, **kwargs)
             parallel = config.parallelism
             ways = {"enable_sp": parallel.enable_sequence_parallel, "enable_ep": parallel.expert_parallel_degree > 1}
-            set_gpt_oss_sharding_config(self, **ways)
-            layout = dict(zip(_EXPERTS, (spmd.S(2), spmd.S(1), spmd.S(1), spmd.R), strict=True))
+            set_gpt_oss_sharding_config(self, **ways)  # pyright: ignore[reportArgumentType] - of any decoder's layers
+            layout: dict[str, Any] = dict(zip(_EXPERTS, (spmd.S(2), spmd.S(1), spmd.S(1), spmd.R), strict=True))
             for layer in self.layers:
                 layer.attention.wo.sharding_config = rowwise_config(output_sp=ways["enable_sp"])
                 set_moe_sharding_config(layer.moe, **ways, expert_param_layout=layout)
