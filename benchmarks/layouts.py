@@ -111,7 +111,9 @@ FAMILIES = (
         for model in ("gpt_oss", "deepseek_v3", "glm4_moe")
         for name, degrees in (
             ("1", {}),
+            ("1 recomputed", {"activation_checkpointing": "selective"}),
             ("fsdp 2", {"data_parallel_shard": 2}),
+            ("fsdp 2 recomputed", {"data_parallel_shard": 2, "activation_checkpointing": "full"}),
             ("replicate 2", {"data_parallel_replicate": 2}),
             ("pp 2", {"pipeline_parallel": 2}),
             ("ep 2", {"data_parallel_shard": 2, "expert_parallel": 2}),

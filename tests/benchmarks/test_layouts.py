@@ -23,6 +23,7 @@ FAST = (
     "critic pp 2",
     "gpt_oss ep 2 within tp 2",
     "deepseek_v3 ep 2 within tp 2",
+    "deepseek_v3 fsdp 2 recomputed",
     "glm4_moe cp 2",
 )
 

@@ -4,6 +4,7 @@ Covers: trainer/engines/hf/fsdp2.py, trainer/families/
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,6 +67,20 @@ def test_an_adapter_is_trained_and_exported_merged(tmp_path: Path, name: str, en
     for logprobs, datum in zip(adapter.forward([batch]).logprobs, batch, strict=True):
         scored = datum.weights > 0
         assert logprobs[scored] == pytest.approx(reference.logprobs(datum).detach().numpy()[scored], abs=5e-5)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_recomputed_layers_choose_the_same_experts(tmp_path: Path, kind: Any) -> None:
+    model, batch = MODELS["deepseek_v3"][1](tmp_path / "model"), random_batch((9, 17, 5))
+    engines = [
+        load_engine(TrainerConfig(model=model, compute_dtype="float32", activation_checkpointing=each))
+        for each in ("none", kind)
+    ]
+    expected, found = ({name: p.clone() for name, p in engine.hf_parameters()} for engine in engines)
+    assert expected.keys() == found.keys()
+    assert [name for name, parameter in expected.items() if not torch.equal(parameter, found[name])] == []
+    for a, b in zip(*(engine.forward([batch]).logprobs for engine in engines), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("name", TITAN)

@@ -48,6 +48,8 @@ from trainer.engines.titan.model.attention import attention_masks
 NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
 _WITHOUT_QK_NORM = ("llama", "qwen2")
 
+# What torch's wrapper of recomputed layers adds to names of parameters and buffers, but not to those of a state dict.
+_RECOMPUTED = "_checkpoint_wrapped_module."
 _STACK = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\w+)\.weight")
 HF_LAYER_NAMES = {
     "attention.qkv_linear.wq": "self_attn.q_proj",
@@ -212,7 +214,8 @@ def named_buffers(parts: Sequence["Policy"]) -> Iterator[tuple[str, Tensor]]:
     """Yields the buffers that checkpoints hold, such as a router's selection bias."""
     for part in parts:
         persistent = part.state_dict().keys()
-        yield from ((part.hf_name(name), buffer) for name, buffer in part.named_buffers() if name in persistent)
+        named = ((name.replace(_RECOMPUTED, ""), buffer) for name, buffer in part.named_buffers())
+        yield from ((part.hf_name(name), buffer) for name, buffer in named if name in persistent)
 
 
 def expert_views(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -333,7 +336,7 @@ class Policy(Decoder):
     @classmethod
     def hf_name(cls, name: str) -> str:
         """The Hugging Face name of a parameter, or of a buffer that checkpoints hold."""
-        name = name.replace("_checkpoint_wrapped_module.", "")
+        name = name.replace(_RECOMPUTED, "")
         if (match := re.fullmatch(r"layers\.(\d+)\.(.+?)(\.weight|\.bias)?", name)) is not None:
             return f"model.layers.{match[1]}.{cls.hf_layer_names[match[2]]}{match[3] or ''}"
         return f"{_HF_ROOT_NAMES[name.removesuffix('.weight')]}.weight"
