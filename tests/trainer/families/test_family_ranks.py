@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rl.lora import LoRAConfig
 from rl.losses import get_loss
@@ -18,7 +19,7 @@ from tests.architectures import MODELS
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.contract.plain_ranks import LENGTHS, plan, relative_error, spawn, whole
-from trainer.engines.contract.reference import ReferencePolicy
+from trainer.engines.contract.reference import ReferencePolicy, published
 
 NAMES = ("gpt_oss", "qwen3_5", "qwen3_5_moe", "glm4_moe", "deepseek_v3", "gemma4", "gemma2")
 
@@ -67,6 +68,41 @@ def test_an_adapter_is_trained_and_exported_merged(tmp_path: Path, name: str, en
     for logprobs, datum in zip(adapter.forward([batch]).logprobs, batch, strict=True):
         scored = datum.weights > 0
         assert logprobs[scored] == pytest.approx(reference.logprobs(datum).detach().numpy()[scored], abs=5e-5)
+
+
+def push_export_and_save(rank: int, model: Path, layout: dict[str, Any], folder: Path) -> None:
+    engine = load_engine(TrainerConfig(model=model, compute_dtype="float32", **layout))
+    engine.forward_backward([[]], get_loss("cross_entropy"))
+    engine.optim_step(AdamParams(learning_rate=0.0))
+    pushed = published(1, engine.hf_parameters())
+    if rank == 0:
+        save_file(pushed, folder / "pushed.safetensors")
+    engine.export_hf(folder / "exported", torch.float32)
+    engine.save_checkpoint(folder / "checkpoint")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", TITAN)
+@pytest.mark.parametrize(
+    "layout",
+    [{"data_parallel_shard": 4, "expert_parallel": 2}, {"tensor_parallel": 2, "expert_parallel": 2}],
+)
+def test_ranks_push_export_and_save_the_whole_model(tmp_path: Path, name: str, layout: dict[str, int]) -> None:
+    model = MODELS[name][1](tmp_path / "model")
+    ranks = max(layout.values())
+    spawn(ranks, push_export_and_save, model, layout, tmp_path)
+    expected = load_file(model / "model.safetensors")
+    one = load_engine(TrainerConfig(model=model, engine="fsdp2", compute_dtype="float32"))
+    one.load_checkpoint(tmp_path / "checkpoint")
+    saved = {key: parameter.detach() for key, parameter in one.hf_parameters()}
+    for found in (
+        load_file(tmp_path / "pushed.safetensors"),
+        load_file(tmp_path / "exported/model.safetensors"),
+        saved,
+    ):
+        assert found.keys() == expected.keys()
+        assert [key for key, weight in expected.items() if not torch.equal(weight, found[key])] == []
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
