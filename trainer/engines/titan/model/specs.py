@@ -48,7 +48,7 @@ from trainer.engines.titan.model.attention import attention_masks
 NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
 _WITHOUT_QK_NORM = ("llama", "qwen2")
 
-# What torch's wrapper of recomputed layers adds to names of parameters and buffers, but not to those of a state dict.
+# torch's wrapper of recomputed layers adds this to the names of parameters and buffers, but not in a state dict.
 _RECOMPUTED = "_checkpoint_wrapped_module."
 _STACK = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\w+)\.weight")
 HF_LAYER_NAMES = {
