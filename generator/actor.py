@@ -14,7 +14,7 @@ from generator.openai_calls import OpenAICall, OpenAIRequests
 from rl.lora import LivePolicy, Policy
 from rl.system.disk import OwnedFolder
 from rl.system.hardware import Heap, import_for_good, without_garbage_collection
-from rl.system.hf_config import read_config, vision_of
+from rl.system.hf_config import find_family, read_config
 from rl.types import Completion, PullMode, SamplingParams
 from rl.weights.versions import VersionRecord, WeightsError, find_record
 
@@ -29,8 +29,8 @@ class VLLMGenerator(Actor):
         """
         self._temporary = OwnedFolder("ownloop-generator-")  # vLLM leaves a file behind
         model = read_config(config.model)
-        if (vision := vision_of(model)) is not None:
-            resolve_name(vision.prepare_process)(model["architectures"][0])
+        if (family := find_family(model)) is not None and family.prepare_process:
+            resolve_name(family.prepare_process)(model["architectures"][0])
         # Imported here, because the controller imports this module too and vLLM takes seconds to import.
         import_for_good("generator.engine")
         from generator.engine import GenerationEngine

@@ -168,11 +168,6 @@ class GeneratorConfig:
         family, most = find_family(model), None
         if family is not None:
             most = family.generator_ranks
-            if family.generator_requires and importlib.util.find_spec(family.generator_requires) is None:
-                raise ValueError(
-                    f"GeneratorConfig.model is a {architectures[0]}, of which vLLM's code imports "
-                    f"{family.generator_requires}; install the one that fits the installed torch"
-                )
         elif not set(architectures) & _vllm_architectures():
             most = 1  # vLLM serves it with the code of transformers, which is proven on one rank
         if most is not None and self.tensor_parallel > most:
@@ -201,6 +196,11 @@ class GeneratorConfig:
             return
         if not num_experts(model):
             raise ValueError(f"GeneratorConfig.routes is True and {self.model} is no mixture of experts; set it False")
+        if count := model.get("first_k_dense_replace"):
+            raise ValueError(
+                f"GeneratorConfig.routes is True and the model's first_k_dense_replace is {count}; routes are proven "
+                "where every layer has experts, so it must be False"
+            )
         if not {**family_args, **self.engine_args}.get("enable_prefix_caching", True):
             raise ValueError(
                 "GeneratorConfig.routes is True and enable_prefix_caching False; vLLM keeps routes by blocks of its "

@@ -3,9 +3,9 @@
 vLLM would render such prompts itself, and count an image's tokens again. Here it is given what its own processor would
 make. An optional part: `ModelFamily.vision` names its functions. They import vLLM only when they are called.
 
-vLLM's models that read images import torchvision. The package registry's is built for CUDA: beside torch's CPU build
-its operators do not load, and its import fails because it registers fakes for two that are missing, which nothing here
-computes. Remove `import_torchvision` when the CPU lock can name a torchvision that fits its torch.
+vLLM's code of such models and of Qwen3.5 imports torchvision. The package registry's is built for CUDA: beside torch's
+CPU build its operators do not load, and its import fails because it registers fakes for two that are missing, which
+nothing here computes. Remove `import_torchvision` when the CPU lock can name a torchvision that fits its torch.
 """
 
 import importlib.metadata
@@ -33,7 +33,8 @@ def prepare_process(architecture: str) -> None:
     import_torchvision()
     from vllm.model_executor.models import registry
 
-    module, name = registry._MULTIMODAL_MODELS[architecture]  # pyright: ignore[reportPrivateUsage]
+    models = {**registry._TEXT_GENERATION_MODELS, **registry._MULTIMODAL_MODELS}  # pyright: ignore[reportPrivateUsage]
+    module, name = models[architecture]
     found = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
     registry.ModelRegistry.register_model(architecture, found)
 
@@ -45,8 +46,8 @@ def import_torchvision() -> None:
     if importlib.util.find_spec("torchvision") is None:
         if not FOLDER.is_dir():
             raise ValueError(
-                "vLLM's code of models that read images imports torchvision, which is not installed: run `make setup`, "
-                "or install the one that fits the installed torch"
+                "vLLM's code of this model imports torchvision, which is not installed: run `make setup`, or install "
+                "the one that fits the installed torch"
             )
         sys.path.append(str(FOLDER))
     import torch

@@ -8,42 +8,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
 from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    SeedOssConfig,
-    SeedOssForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
 )
 
 from rl.tiny_models import (
     SERVABLE,
-    TINY_SHAPE,
     save_tiny,
     tiny_llama,
     tiny_mistral,
@@ -51,52 +28,12 @@ from rl.tiny_models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-
-_NEUTRAL = ("gate.weight", "conv1d.weight", "router.weight", "e_score_correction_bias", "sinks")
-
-
-def _random(model_class: Any) -> Callable[[Any], Any]:
-    """Builds a model in which no weight is neutral: routers with selection biases and scales of layers are random."""
-
-    def build(config: Any) -> Any:
-        model = model_class(config)
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(_NEUTRAL) or ".experts." in name:
-                torch.nn.init.normal_(tensor, std=0.15)
-            elif name.endswith("layer_scalar"):
-                torch.nn.init.uniform_(tensor, 0.8, 1.2)
-        return model
-
-    return build
-
-
-_SHAPE: dict[str, Any] = {**TINY_SHAPE, **SERVABLE, "num_key_value_heads": 2}
-_WINDOW = 8
-
-
-def _gemma2(path: Path) -> Path:
-    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-    options: dict[str, Any] = {**_SHAPE, **caps, "sliding_window": _WINDOW, "query_pre_attn_scalar": 24}
-    return save_tiny(Gemma2ForCausalLM, Gemma2Config(tie_word_embeddings=True, **options), path)
-
-
-def _gemma4(path: Path) -> Path:
-    options: dict[str, Any] = {
-        **_SHAPE,
-        "sliding_window": _WINDOW,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "global_head_dim": 64,
-        "final_logit_softcapping": 3.0,
-        "vocab_size_per_layer_input": 64,
-        "hidden_size_per_layer_input": 16,
-        "num_kv_shared_layers": 0,
-    }
-    return save_tiny(_random(Gemma4ForCausalLM), Gemma4TextConfig(tie_word_embeddings=True, **options), path)
+from trainer.families.tiny_families import SHAPE, TINY_FAMILIES, WINDOW
 
 
 def _gemma3(path: Path) -> Path:
     layers = ["sliding_attention", "full_attention"]
-    options: dict[str, Any] = {**_SHAPE, "sliding_window": _WINDOW, "layer_types": layers, "query_pre_attn_scalar": 24}
+    options: dict[str, Any] = {**SHAPE, "sliding_window": WINDOW, "layer_types": layers, "query_pre_attn_scalar": 24}
     return save_tiny(Gemma3ForCausalLM, Gemma3TextConfig(tie_word_embeddings=True, **options), path)
 
 
@@ -107,15 +44,15 @@ def _granite(path: Path) -> Path:
         "attention_multiplier": 0.2,
         "logits_scaling": 2.0,
     }
-    return save_tiny(GraniteForCausalLM, GraniteConfig(tie_word_embeddings=True, **_SHAPE, **factors), path)
+    return save_tiny(GraniteForCausalLM, GraniteConfig(tie_word_embeddings=True, **SHAPE, **factors), path)
 
 
 def _olmo2(path: Path) -> Path:
-    return save_tiny(Olmo2ForCausalLM, Olmo2Config(tie_word_embeddings=False, **_SHAPE), path)
+    return save_tiny(Olmo2ForCausalLM, Olmo2Config(tie_word_embeddings=False, **SHAPE), path)
 
 
 def _phi3(path: Path, **options: Any) -> Path:
-    shape: dict[str, Any] = {**_SHAPE, **options}
+    shape: dict[str, Any] = {**SHAPE, **options}
     config = Phi3Config(tie_word_embeddings=False, **shape)
     return save_tiny(Phi3ForCausalLM, config, path)
 
@@ -137,110 +74,26 @@ def _phi4_mini(path: Path) -> Path:
     return _phi3(path, **options)
 
 
-def _olmo3(path: Path) -> Path:
-    layers = ["sliding_attention", "full_attention"]
-    shape = {key: value for key, value in _SHAPE.items() if key != "head_dim"}
-    config = Olmo3Config(tie_word_embeddings=False, sliding_window=_WINDOW, layer_types=layers, **shape)
-    return save_tiny(Olmo3ForCausalLM, config, path)
-
-
-def _smollm3(path: Path) -> Path:
-    # The second layer has no rotary embeddings.
-    config = SmolLM3Config(tie_word_embeddings=True, no_rope_layers=[1, 0], **_SHAPE)
-    return save_tiny(SmolLM3ForCausalLM, config, path)
-
-
-def _seed_oss(path: Path) -> Path:
-    biases: dict[str, Any] = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}
-    return save_tiny(SeedOssForCausalLM, SeedOssConfig(tie_word_embeddings=False, **_SHAPE, **biases), path)
-
-
-_ROUTED: dict[str, Any] = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.7,
-}
-
-
-def _glm4_moe(path: Path) -> Path:
-    options: dict[str, Any] = {**_SHAPE, **_ROUTED, "use_qk_norm": True, "attention_bias": True}
-    return save_tiny(_random(Glm4MoeForCausalLM), Glm4MoeConfig(tie_word_embeddings=False, **options), path)
-
-
-def _gpt_oss(path: Path) -> Path:
-    options: dict[str, Any] = {
-        **_SHAPE,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 64,
-        "sliding_window": _WINDOW,
-    }
-    return save_tiny(_random(GptOssForCausalLM), GptOssConfig(tie_word_embeddings=False, **options), path)
-
-
-_DELTA: dict[str, Any] = {
-    "head_dim": 128,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-}
-
-
-def _qwen3_5(path: Path) -> Path:
-    options: dict[str, Any] = {**_SHAPE, **_DELTA}
-    build = _random(Qwen3_5ForCausalLM)
-    return _centred(save_tiny(build, Qwen3_5TextConfig(tie_word_embeddings=False, **options), path))
-
-
-def _qwen3_5_moe(path: Path) -> Path:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    options: dict[str, Any] = {**_SHAPE, **_DELTA, **experts, "shared_expert_intermediate_size": 64}
-    build = _random(Qwen3_5MoeForCausalLM)
-    return _centred(save_tiny(build, Qwen3_5MoeTextConfig(tie_word_embeddings=False, **options), path))
-
-
-def _centred(path: Path) -> Path:
-    """Subtracts 1 from the weights of norms that multiply by 1 + weight, so that they multiply by 0.5 to 1.5."""
-    file = path / "model.safetensors"
-    weights = {n: t - float("norm" in n and "linear_attn.norm" not in n) for n, t in load_file(file).items()}
-    save_file(weights, file, {"format": "pt"})
-    return path
-
-
-def _deepseek_v3(path: Path) -> Path:
-    heads = {"kv_lora_rank": 512, "q_lora_rank": 48, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
-    options: dict[str, Any] = {**_SHAPE, **_ROUTED, **heads, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4}
-    options |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # which vLLM reads
-    del options["head_dim"]
-    return save_tiny(_random(DeepseekV3ForCausalLM), DeepseekV3Config(tie_word_embeddings=False, **options), path)
-
-
 MODELS: Mapping[str, tuple[str, Callable[[Path], Path]]] = {
     "llama": ("LlamaForCausalLM", lambda path: tiny_llama(path, **SERVABLE)),
-    "mistral": ("MistralForCausalLM", lambda path: tiny_mistral(path, **SERVABLE, sliding_window=_WINDOW)),
+    "mistral": ("MistralForCausalLM", lambda path: tiny_mistral(path, **SERVABLE, sliding_window=WINDOW)),
     "qwen2": ("Qwen2ForCausalLM", lambda path: tiny_qwen2(path, **SERVABLE)),
     "qwen3": ("Qwen3ForCausalLM", lambda path: tiny_qwen3(path, **SERVABLE)),
     "qwen3_moe": ("Qwen3MoeForCausalLM", lambda path: tiny_qwen3_moe(path, **SERVABLE, moe_intermediate_size=64)),
-    "gemma2": ("Gemma2ForCausalLM", _gemma2),
-    "gemma4": ("Gemma4ForCausalLM", _gemma4),
+    "gemma2": ("Gemma2ForCausalLM", TINY_FAMILIES["gemma2"]),
+    "gemma4": ("Gemma4ForCausalLM", TINY_FAMILIES["gemma4"]),
     "gemma3": ("Gemma3ForCausalLM", _gemma3),
-    "glm4_moe": ("Glm4MoeForCausalLM", _glm4_moe),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek_v3),
-    "qwen3_5": ("Qwen3_5ForCausalLM", _qwen3_5),
-    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", _qwen3_5_moe),
-    "gpt_oss": ("GptOssForCausalLM", _gpt_oss),
+    "glm4_moe": ("Glm4MoeForCausalLM", TINY_FAMILIES["glm4_moe"]),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", TINY_FAMILIES["deepseek_v3"]),
+    "qwen3_5": ("Qwen3_5ForCausalLM", TINY_FAMILIES["qwen3_5"]),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", TINY_FAMILIES["qwen3_5_moe"]),
+    "gpt_oss": ("GptOssForCausalLM", TINY_FAMILIES["gpt_oss"]),
     "granite": ("GraniteForCausalLM", _granite),
     "olmo2": ("Olmo2ForCausalLM", _olmo2),
-    "olmo3": ("Olmo3ForCausalLM", _olmo3),
-    "seed_oss": ("SeedOssForCausalLM", _seed_oss),
-    "smollm3": ("SmolLM3ForCausalLM", _smollm3),
-    "phi3": ("Phi3ForCausalLM", lambda path: _phi3(path, sliding_window=_WINDOW)),
+    "olmo3": ("Olmo3ForCausalLM", TINY_FAMILIES["olmo3"]),
+    "seed_oss": ("SeedOssForCausalLM", TINY_FAMILIES["seed_oss"]),
+    "smollm3": ("SmolLM3ForCausalLM", TINY_FAMILIES["smollm3"]),
+    "phi3": ("Phi3ForCausalLM", lambda path: _phi3(path, sliding_window=WINDOW)),
     "phi4-mini": ("Phi3ForCausalLM", _phi4_mini),
 }
 """Name -> the architecture, and a function that writes a float32 checkpoint with heads that vLLM's CPU kernels know."""

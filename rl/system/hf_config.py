@@ -21,7 +21,6 @@ from rl.system.model_files import INDEX_FILE, SINGLE_FILE, check_head, stored_sh
 PROVEN_ARCHITECTURES = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
-    "Glm4MoeForCausalLM",
     "GraniteForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -29,7 +28,6 @@ PROVEN_ARCHITECTURES = (
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
 )
@@ -55,8 +53,6 @@ class VisionParts:
     """Of the controller: a class that is made of a model directory, `rl.rollouts.rendering.ImageRenderer`."""
     hidden: str
     """Of the trainer: a function that computes a row with images, `trainer.engines.hf.transformers_policy.Hidden`."""
-    prepare_process: str
-    """Of a generator: a function of the architecture's name, called before anything of vLLM is imported."""
     prompt: str
     """Of a generator: a function (tokens, images) -> the prompt that vLLM's engine takes."""
     tokens: str
@@ -78,6 +74,9 @@ class ModelFamily:
     check: str = ""
     """A function, as an importable name `module:function`, that raises ValueError for settings (of `read_config`) that
     are not proven. The controller imports it, so its module must not import torch."""
+    decoder: str = ""
+    """For the engine torchtitan: a function of settings that returns a `trainer.engines.decoder_config.DecoderConfig`,
+    and raises ValueError for what is not proven. Like `check` it must not import torch."""
     prepare: str = ""
     """A function that changes a model of transformers in place, so that documents of a packed row stay apart. Its
     forward pass then gets `document_bounds`, see `trainer/engines/hf/document_kernel.py`."""
@@ -85,8 +84,8 @@ class ModelFamily:
     """Options of vLLM that the family needs, by their upstream names."""
     generator_ranks: int | None = None
     """The most ranks of one generator that are proven; None where vLLM's own limits hold."""
-    generator_requires: str = ""
-    """A package that vLLM's code of the family imports, and that does not come with vLLM everywhere."""
+    prepare_process: str = ""
+    """Of a generator: a function of the architecture's name, called before anything of vLLM is imported."""
     vision: VisionParts | None = None
     """Of a family that reads images; such a model need not be named a language model."""
 
@@ -273,8 +272,8 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def experts_of(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
-    """Layers, experts of a token, and experts to choose from, by the settings of a mixture; None for a dense model."""
-    count = num_experts(config)
+    """Layers, experts of a token, and experts to choose from, of a mixture all of whose layers have some; else None."""
+    count = 0 if config.get("first_k_dense_replace") else num_experts(config)
     return (config["num_hidden_layers"], config.get("num_experts_per_tok") or 0, count) if count else None
 
 

@@ -23,10 +23,11 @@ from tests.rl.envs.sandbox.here import need
 FILES = sorted((REPOSITORY / "benchmarks").glob("*.py"))
 SCRIPTS = [file.stem for file in FILES if file.stem != "harness" and "print_result(" in file.read_text()]
 # Only what other tests import here anyway.
-IN_THIS_PROCESS = {"attention", "layouts", "split_invariance", "recording", "controller_scale", "sandbox"}
+IN_THIS_PROCESS = {"attention", "delta_rule", "layouts", "split_invariance", "recording", "controller_scale", "sandbox"}
 MARKS: dict[str, Any] = {
     "split_invariance": pytest.mark.ranks,
     "attention": (),
+    "delta_rule": (),
     "recording": (),
     "controller_scale": (),
     "sandbox": (),

@@ -6,7 +6,6 @@ Covers: generator/pull.py
 import asyncio
 import contextlib
 import multiprocessing
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from generator.config import LoRALimits
+from generator.image_prompts import FOLDER
 from rl.lora import LoRAConfig
 from rl.types import SamplingParams
 from rl.weights.versions import find_record
 from tests.architectures import MODELS
+from tests.generator import with_torchvision
 from tests.generator.adapted import largest_error, merged, pull_adapter, random_adapter
 from tests.generator.conftest import EngineFactory, engine_factory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
@@ -28,8 +29,6 @@ pytestmark = pytest.mark.vllm
 
 # A mixture first: the first engine of a process decides whether vLLM has a group for experts.
 WITH_CODE_OF_VLLM = {
-    "qwen3_5_moe": "bfloat16",
-    "qwen3_5": "bfloat16",
     "gpt_oss": "float32",
     "deepseek_v3": "float32",
     "glm4_moe": "float32",
@@ -80,8 +79,6 @@ def _logprobs(directory: Path) -> list[list[float]]:
 
 @pytest.mark.parametrize("name", WITH_CODE_OF_VLLM)
 def test_pulls_equal_a_fresh_engine(tmp_path: Path, build_engine: EngineFactory, name: str) -> None:
-    if name.startswith("qwen3_5") and find_spec("torchvision") is None:
-        pytest.skip("vLLM's code of Qwen3.5 imports torchvision, which is not installed")
     check_pulls(tmp_path, name, WITH_CODE_OF_VLLM[name], build_engine)
 
 
@@ -111,7 +108,19 @@ def test_pulls_of_a_family_served_by_transformers(tmp_path: Path, name: str) -> 
     assert process.exitcode == 0
 
 
-def _in_a_process(folder: Path, name: str) -> None:
+@pytest.mark.slow
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="vLLM's code of Qwen3.5 imports torchvision, which is not installed")
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_pulls_of_gated_delta_rules(tmp_path: Path, name: str) -> None:
+    with_torchvision.run(f"{__name__}:of_delta_rules", MODELS[name][0], tmp_path / name)
+
+
+def of_delta_rules(folder: Path) -> None:
+    """In bfloat16, the only dtype in which vLLM's kernels for CPUs compute such a model."""
+    _in_a_process(folder, folder.name, "bfloat16")
+
+
+def _in_a_process(folder: Path, name: str, dtype: str = "float32") -> None:
     """In one of its own, because the classes of transformers stay changed."""
     with contextlib.closing(engine_factory()) as factories:
-        check_pulls(folder, name, "float32", next(factories))
+        check_pulls(folder, name, dtype, next(factories))

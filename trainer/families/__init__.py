@@ -10,6 +10,8 @@ from typing import Any
 
 from rl.system.hf_config import ModelFamily, VisionParts
 
+_TORCHVISION = "generator.image_prompts:prepare_process"
+
 
 def check_routers(config: Mapping[str, Any]) -> None:
     """The `check` of DeepSeek-V3: transformers has one kind of router, and vLLM takes another where none is named."""
@@ -22,17 +24,36 @@ def check_routers(config: Mapping[str, Any]) -> None:
 
 
 DEEPSEEK_V3 = ModelFamily(
-    architectures=("DeepseekV3ForCausalLM",), check="trainer.families:check_routers", generator_ranks=1
+    architectures=("DeepseekV3ForCausalLM",),
+    engines=("fsdp2", "torchtitan"),
+    check="trainer.families:check_routers",
+    decoder="trainer.families.decoders:deepseek_v3",
+    generator_ranks=1,
 )
 GEMMA4 = ModelFamily(architectures=("Gemma4ForCausalLM",))
-GPT_OSS = ModelFamily(architectures=("GptOssForCausalLM",), generator_ranks=1)
+GLM4_MOE = ModelFamily(
+    architectures=("Glm4MoeForCausalLM",),
+    engines=("fsdp2", "torchtitan"),
+    decoder="trainer.families.decoders:glm4_moe",
+)
+GPT_OSS = ModelFamily(
+    architectures=("GptOssForCausalLM",),
+    engines=("fsdp2", "torchtitan"),
+    decoder="trainer.families.decoders:gpt_oss",
+    generator_ranks=1,
+)
+QWEN3_MOE = ModelFamily(
+    architectures=("Qwen3MoeForCausalLM",),
+    engines=("torchtitan", "megatron", "fsdp2"),
+    decoder="trainer.families.decoders:qwen3_moe",
+)
 QWEN3_5 = ModelFamily(
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
     prepare="trainer.families.qwen3_5:by_documents",
     # vLLM keeps states of prefixes only with chunked prefill, which its CPU sampling does not allow.
     engine_args={"enable_prefix_caching": False},
     generator_ranks=1,
-    generator_requires="torchvision",
+    prepare_process=_TORCHVISION,
 )
 QWEN3_VL = ModelFamily(
     architectures=("Qwen3VLForConditionalGeneration",),
@@ -45,10 +66,10 @@ QWEN3_VL = ModelFamily(
         "allowed_media_domains": ["none.invalid"],
     },
     generator_ranks=1,
+    prepare_process=_TORCHVISION,
     vision=VisionParts(
         renderer="rl.vision.qwen_images:QwenImages",
         hidden="trainer.families.qwen_vl:hidden",
-        prepare_process="generator.image_prompts:prepare_process",
         prompt="generator.image_prompts:engine_prompt",
         tokens="generator.image_prompts:tokens_with_images",
         tower=("model.visual.",),

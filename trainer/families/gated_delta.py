@@ -30,7 +30,7 @@ def causal_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
     """
     width = weight.shape[1]
     out = x * weight[:, -1]
-    for back in range(1, width):
+    for back in range(1, min(width, len(x))):
         seen = (positions >= back)[back:, None]
         out = out + F.pad(x[:-back] * seen * weight[:, -1 - back], (0, 0, back, 0))
     return F.silu(out)

@@ -23,7 +23,7 @@ class _ByDocuments(nn.Module):
     """The forward pass of `Qwen3_5GatedDeltaNet` for one packed row, with its parameters."""
 
     def forward(self, hidden_states: Tensor, document_bounds: Any, **options: Any) -> Tensor:
-        """[1, L, D] -> [1, L, D]; `document_bounds` are the row's `trainer.engines.hf.document_kernel.Bounds`."""
+        """[1, L, D] -> [1, L, D]; `document_bounds` are the row's `Bounds`."""
         del options
         own: Any = self
         x, sizes = hidden_states[0], document_bounds.sizes

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl.images import PlacedImage
 from trainer.engines.hf import document_kernel
-from trainer.engines.hf.document_kernel import Bounds
+from trainer.engines.pytorch.document_attention import Bounds
 
 
 def hidden(

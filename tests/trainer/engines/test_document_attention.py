@@ -105,6 +105,21 @@ def test_equals_its_definition_in_float64(name: str, heads: tuple[int, int]) -> 
         assert (attend(*inputs) - expected[0]).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("name", ["long trees", "a long opening", "longer than blocks are for"])
+def test_values_may_be_narrower_than_keys(name: str) -> None:
+    documents = ROWS[name]
+    parts = plan_row(documents)
+    (q, k, v), grad = random_row(sum(document.num_tokens for document in documents), (4, 4), torch.float32)
+    inputs, grad = [q, k, v[..., : DIM // 2]], grad[..., : DIM // 2]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return document_attention(q[None], k[None], v[None], parts, scale=None)[0]
+
+    exact = [x.double() for x in inputs]
+    expected = with_gradients(lambda q, k, v: attend_by_definition(q, k, v, documents), exact, grad.double())
+    assert max(errors(with_gradients(attend, inputs, grad), expected)) < 1e-6
+
+
 @pytest.mark.seconds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bfloat16_inputs_lose_only_what_rounding_costs(dtype: torch.dtype) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -33,6 +35,23 @@ from trainer.engines.hf.fsdp2 import Fsdp2Engine
 CPU = torch.device("cpu")
 BATCH = random_batch((1, 17, 5, 40))
 DENSE: dict[str, Any] = {**SHAPE, "num_key_value_heads": 2, "intermediate_size": 48}
+LATENT: dict[str, Any] = {
+    **DENSE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
 
 
 def gradients(engine: Fsdp2Engine) -> dict[str, torch.Tensor]:
@@ -46,6 +65,7 @@ def gradients(engine: Fsdp2Engine) -> dict[str, torch.Tensor]:
     [
         (LlamaForCausalLM, LlamaConfig(**DENSE)),
         (Qwen2ForCausalLM, Qwen2Config(**DENSE, use_sliding_window=True, sliding_window=4, max_window_layers=1)),
+        (DeepseekV3ForCausalLM, DeepseekV3Config(**LATENT)),
         (GPT2LMHeadModel, GPT2Config(vocab_size=64, n_embd=32, n_head=4, n_layer=2, initializer_range=0.2)),
     ],
 )

@@ -1,8 +1,9 @@
 """Experts that are given with the data, against transformers with the same experts, in float32.
 
-Covers: trainer/engines/pytorch/row_runner.py, trainer/engines/titan/model/experts.py, trainer/engines/mcore/layers.py
+Covers: trainer/engines/pytorch/row_runner.py, trainer/families/experts.py, trainer/engines/mcore/layers.py
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,18 +28,35 @@ from trainer.engines.contract.reference import (
     routed,
     sampled_otherwise,
 )
+from trainer.families.tiny_families import TINY_FAMILIES
 
 BATCH = random_groups([(9, (4, 9, 3)), (12, (5, 5))], num_words=2)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_qwen3_moe(tmp_path_factory.mktemp("routes") / "model", num_hidden_layers=3)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    folder = tmp_path_factory.mktemp("routes")
+    qwen3_moe = tiny_qwen3_moe(folder / "qwen3_moe", num_hidden_layers=3)
+    return {"qwen3_moe": qwen3_moe, "gpt_oss": TINY_FAMILIES["gpt_oss"](folder / "gpt_oss")}
 
 
-@pytest.fixture(params=[engine_param("torchtitan"), engine_param("megatron")])
-def engine(request: pytest.FixtureRequest, model: Path) -> Engine:
-    return load_engine(TrainerConfig(model=model, engine=request.param, compute_dtype="float32"))
+NAMES = ("torchtitan qwen3_moe", "megatron qwen3_moe", "torchtitan gpt_oss")
+
+
+@pytest.fixture(params=map(engine_param, NAMES))
+def config(request: pytest.FixtureRequest, models: Mapping[str, Path]) -> TrainerConfig:
+    engine, name = request.param.split()
+    return TrainerConfig(model=models[name], engine=engine, compute_dtype="float32")
+
+
+@pytest.fixture
+def model(config: TrainerConfig) -> Path:
+    return config.model
+
+
+@pytest.fixture
+def engine(config: TrainerConfig) -> Engine:
+    return load_engine(config)
 
 
 def _own(model: Path, batch: list[Datum]) -> list[Datum]:

@@ -109,7 +109,8 @@ class ReferencePolicy:
             if datum.routes is not None:
                 for layer, experts in zip(self.model.model.layers, np.moveaxis(datum.routes, 1, 0), strict=True):
                     ids = torch.from_numpy(experts.astype(np.int64))
-                    hooks.enter_context(layer.mlp.gate.register_forward_hook(partial(_replay, ids)))
+                    router = layer.mlp.router if hasattr(layer.mlp, "router") else layer.mlp.gate
+                    hooks.enter_context(router.register_forward_hook(partial(_replay, ids)))
             return self.model(torch.from_numpy(datum.tokens)[None]).logits[0]
 
     def logprobs(self, datum: Datum) -> Tensor:
@@ -155,7 +156,7 @@ def _replay(ids: Tensor, router: Any, _inputs: Any, output: tuple[Tensor, Tensor
     """A router's output with the experts `ids` [T, k] in the place of its own."""
     logits = output[0]
     weights = logits.softmax(-1).gather(1, ids)
-    return logits, weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights, ids
+    return logits, weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights, ids
 
 
 def by_stored_name(tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:

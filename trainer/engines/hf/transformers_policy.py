@@ -24,8 +24,8 @@ from rl.lora import ATTENTION_MODULES, FURTHER_ATTENTION_MODULES, MLP_MODULES, U
 from rl.system.hf_config import VisionParts, find_family, num_experts, read_config, trained_shapes
 from rl.types import Head, HeadDtype
 from trainer.engines.hf import document_kernel
-from trainer.engines.hf.document_kernel import Bounds
 from trainer.engines.pytorch.distribution import Distribution
+from trainer.engines.pytorch.document_attention import Bounds
 from trainer.engines.pytorch.hf_directory import VALUE_HEAD, load_hf_weights, unstacked
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.low_rank import Adaptable, freeze

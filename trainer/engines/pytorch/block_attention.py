@@ -10,8 +10,8 @@ a row (the idea: FlashAttention, arXiv 2205.14135). A tile sees all keys of its 
 ordinary one.
 
 Legend: L tokens of the row, N documents of a batch, T tokens of each, G key-value heads, R query heads for each of
-them, D head dimension, B queries and K keys of a tile, M = N * G pairs of a document and a key-value head, of which a
-part has m.
+them, D head dimension of queries and keys, V of values, B queries and K keys of a tile, M = N * G pairs of a document
+and a key-value head, of which a part has m.
 """
 
 import itertools
@@ -181,7 +181,7 @@ def _added(allowed: Tensor) -> Tensor:
 def block_attention(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, *, scale: float | None, dtype: torch.dtype
 ) -> Tensor:
-    """Attention within the documents of a row: q [L, G * R, D], k and v [L, G, D] -> [L, G * R, D].
+    """Attention within the documents of a row: q [L, G * R, D], k [L, G, D] and v [L, G, V] -> [L, G * R, V].
 
     Scores and their softmax are computed in float32, the other products in `dtype`.
     """
@@ -211,7 +211,10 @@ class _BlockAttention(torch.autograd.Function):
         for batch, rows in _batches(plan):
             queries, keys, values = _load_all(q[rows], k[rows], v[rows], batch, ctx.scale, dtype)
             grad_outputs = _load(grad_out[rows], batch, k.shape[1], dtype)
-            grad_queries, grad_keys, grad_values = torch.empty_like(queries), *torch.zeros(2, *keys.shape)
+            grad_queries, grad_keys, grad_values = (
+                torch.empty_like(queries),
+                *(torch.zeros(x.shape) for x in (keys, values)),
+            )
             for part in _parts(batch, k.shape[1], q.shape[1] // k.shape[1]):
                 part_queries, part_keys, part_grad = queries[part.rows], part.keys_of(keys), grad_outputs[part.rows]
                 probs = part.probs(part_queries, part_keys)
@@ -234,10 +237,10 @@ class _BlockAttention(torch.autograd.Function):
 def _attend(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, dtype: torch.dtype) -> Tensor:
     """The forward pass."""
     q, k, v = (_in_order(x, plan.order) for x in (q, k, v))
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype)
     for batch, rows in _batches(plan):
         queries, keys, values = _load_all(q[rows], k[rows], v[rows], batch, scale, dtype)
-        outputs = torch.empty(queries.shape, dtype=dtype)
+        outputs = torch.empty(*queries.shape[:2], v.shape[2], dtype=dtype)
         for part in _parts(batch, k.shape[1], q.shape[1] // k.shape[1]):
             probs = part.probs(queries[part.rows], part.keys_of(keys))
             outputs[part.rows] = torch.bmm(probs.to(dtype), part.keys_of(values))

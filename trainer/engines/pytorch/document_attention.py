@@ -16,7 +16,7 @@ import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,7 +61,10 @@ def plan_row(documents: Sequence[Document]) -> tuple[RowPart, ...]:
 
 
 def document_attention(q: Tensor, k: Tensor, v: Tensor, parts: Sequence[RowPart], *, scale: float | None) -> Tensor:
-    """q [1, L, heads, D], k and v [1, L, key-value heads, D] -> [1, L, heads, D], for a row planned as `parts`."""
+    """q [1, L, heads, D], k [1, L, key-value heads, D] and v -> [1, L, heads, D], for a row planned as `parts`.
+
+    Values may be narrower than keys, and so is the result then.
+    """
     if len(parts) == 1:  # the gradient of a split is a copy, even of a split into one part
         return _attend(q, k, v, parts[0], scale)
     sizes = [part.num_tokens for part in parts]
@@ -82,10 +85,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: RowPart, scale: float | None)
 
 
 def _kernel_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, dtype: torch.dtype) -> Tensor:
-    """PyTorch's kernel for one document: [1, T, heads, D] each."""
-    queries, keys, values = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+    """PyTorch's kernel for one document: [1, T, heads, D] each. It takes values as wide as keys."""
+    padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+    queries, keys, values = (x.to(dtype).transpose(1, 2) for x in (q, k, padded))
     output = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)
-    return output.transpose(1, 2).to(q.dtype)
+    return output.transpose(1, 2)[..., : v.shape[-1]].to(q.dtype)
 
 
 @functools.cache
@@ -142,3 +146,84 @@ def segment_mask(documents: Sequence[Document], device: torch.device) -> MaskFun
         return (key <= query) & ((query < seen_until[key]) | (key < opening_of[query]))
 
     return mask
+
+
+class Bounds:
+    """Where the documents of a row begin and end."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        """`sizes` are the numbers of tokens of the documents, in the order of the row."""
+        self.ends = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)
+        self.sizes = tuple(sizes)
+        self.refused = ""
+        """Why a layer's attention could not be computed, if it could not; its output is worth nothing then."""
+
+
+def attend_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bounds: Bounds, *, scale: float | None, window_size: tuple[int, int]
+) -> Tensor:
+    """q [L, heads, D], k and v [L, key-value heads, D] -> [L, heads, D], causal and within documents.
+
+    A sink [heads] is the logit of one more key, whose value is 0. A query sees itself and `window_size[0]` tokens
+    before it; with -1, all of them.
+    """
+    if q.is_cuda and q.dtype != torch.float32:
+        out: Any = _FlashWithSinks.apply(q, k, v, sinks, bounds.ends, max(bounds.sizes), scale, window_size)
+        return out
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    outputs: list[Tensor] = []
+    for queries, keys, values in zip(*(x.transpose(0, 1).split(bounds.sizes, 1) for x in (q, k, v)), strict=True):
+        logits = queries @ keys.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        size = logits.shape[1]
+        logits = logits.masked_fill(~allowed_keys(size, window_size, q.device), -torch.inf)
+        sink = sinks.to(logits.dtype)[:, None, None].expand(-1, size, 1)
+        probs = torch.cat([logits, sink], -1).softmax(-1, torch.float32)[..., :-1]
+        outputs.append((probs.to(values.dtype) @ values).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+class _FlashWithSinks(torch.autograd.Function):
+    """FlashAttention over documents with sinks. torch's `varlen_attn` has no gradient of the log-sum-exp.
+
+    With l the log-sum-exp of a query's logits, s the sink and l' = log(exp l + exp s), the output o' is exp(l - l') o.
+    FlashAttention's backward pass (https://arxiv.org/abs/2205.14135, algorithm 4) computes probabilities from l and
+    subtracts do . o; given l' and o' instead, it returns the gradients with the sink. That of s is the sum of
+    -exp(s - l') (do . o').
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor,
+        ends: Tensor,
+        longest: int,
+        scale: float | None,
+        window: tuple[int, int],
+    ) -> Tensor:
+        ctx.options = (longest, longest, window == (-1, 0))
+        ctx.more = (scale, list(window))
+        out, lse, state = torch.ops.torch_attn._varlen_attn(q, k, v, ends, ends, *ctx.options, *ctx.more, True)
+        whole = torch.logaddexp(lse, sinks.float()[:, None])  # [heads, L]
+        out = (out.float() * (lse - whole).exp().T[..., None]).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, ends, out, whole, state)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, ends, out, whole, state = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        of_inputs = torch.ops.torch_attn._varlen_attn_backward(
+            grad, q, k, v, out, whole, ends, ends, *ctx.options, state, *ctx.more
+        )
+        seen = (grad.float() * out.float()).sum(-1).T  # [heads, L]
+        of_sinks = -((sinks.float()[:, None] - whole).exp() * seen).sum(-1)
+        return (*of_inputs, of_sinks.to(sinks.dtype), None, None, None, None)
+
+
+def allowed_keys(size: int, window_size: tuple[int, int], device: torch.device) -> Tensor:
+    """[T, T] whether a query of a document may attend to a key."""
+    allowed = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+    return allowed.triu(-window_size[0]) if window_size[0] >= 0 else allowed

@@ -5,25 +5,25 @@ checkpointing and FSDP2, to each stage of a pipeline if there is one. With one r
 `pytorch/engine_state.py` keeps the compute copies.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from rl.data.packing import PackedRow, pack_row
+from rl.system.hf_config import read_config
 from trainer.config import TrainerConfig
 from trainer.engines.base import Microbatch
-from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.engine import TorchEngine
 from trainer.engines.pytorch.pipeline import PipelinedRows
 from trainer.engines.pytorch.ranks import choose_device, init_process_group
 from trainer.engines.pytorch.row_runner import SequentialRows
+from trainer.engines.titan.layout_check import parse_shape
 from trainer.engines.titan.model.attention import shares_prefixes
 from trainer.engines.titan.model.build import build_model
-from trainer.engines.titan.model.experts import expert_views
 from trainer.engines.titan.model.row_scorer import RowScorer
-from trainer.engines.titan.model.specs import named_parameters, share_rope_cache
+from trainer.engines.titan.model.specs import expert_views, named_buffers, named_parameters, share_rope_cache
 
 
 class TitanEngine(TorchEngine):
@@ -31,11 +31,11 @@ class TitanEngine(TorchEngine):
 
     def __init__(self, config: TrainerConfig) -> None:
         """Builds and loads the model. Raises ValueError for a model or a layout that cannot be trained."""
-        decoder_config = read_decoder_config(config.model)
+        shape = parse_shape(read_config(config.model))
         device = choose_device()
         torch.manual_seed(config.seed)
         init_process_group(config, device)
-        self._parts, context_mesh, pipeline = build_model(config, decoder_config, device)
+        self._parts, context_mesh, pipeline = build_model(config, shape, device)
         scorer = RowScorer(config, self._parts[0], context_mesh, device)
         super().__init__(
             config,
@@ -50,7 +50,8 @@ class TitanEngine(TorchEngine):
 
     @property
     def shares_prefixes(self) -> bool:
-        return shares_prefixes(self._device, context_parallel=self._config.context_parallel > 1)
+        everywhere = shares_prefixes(self._device, context_parallel=self._config.context_parallel > 1)
+        return everywhere and self._parts[0].shares_prefixes
 
     def _pack_row(self, microbatch: Microbatch) -> PackedRow:
         shares = self.shares_prefixes
@@ -59,6 +60,9 @@ class TitanEngine(TorchEngine):
 
     def _views(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         return expert_views(name, tensor)
+
+    def _buffers(self) -> Mapping[str, Tensor]:
+        return dict(named_buffers(self._parts))
 
     def _move_model(self, device: torch.device) -> None:
         super()._move_model(device)

@@ -2,9 +2,11 @@
 
 import importlib.util
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import Any
 
 from rl.system.hardware import sees_gpu
+from rl.system.hf_config import find_family
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import DecoderConfig, parse_decoder_config
 from trainer.engines.model_check import ModelLimits
@@ -12,12 +14,19 @@ from trainer.engines.model_check import ModelLimits
 
 def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
     """The engine's `LayoutCheck`."""
-    decoder = parse_decoder_config(hf_config)
+    decoder = parse_shape(hf_config)
+    decoder.check_layout(config)
     _check_tensor_parallel(config, decoder)
     _check_expert_parallel(config, decoder)
     _check_stages(config, decoder)
     _check_hardware(config, has_experts=decoder.moe is not None)
     return ModelLimits(vocab_size=decoder.vocab_size, max_seq_len=decoder.max_seq_len)
+
+
+def parse_shape(hf_config: Mapping[str, Any]) -> DecoderConfig:
+    """The shape of a model by its settings, of the core's or a family's. Raises ValueError for what is not proven."""
+    family = find_family(hf_config)
+    return resolve_name(family.decoder)(hf_config) if family and family.decoder else parse_decoder_config(hf_config)
 
 
 def _check_tensor_parallel(config: TrainerConfig, decoder: DecoderConfig) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
@@ -81,7 +82,9 @@ class SegmentAttention(FlexAttention):
         """[1, L, heads, head_dim] each; `attention_masks` is what the function of this name returns."""
         if isinstance(attention_masks, BlockMask):
             return super().forward(q_BLNH, k_BLNH, v_BLNH, attention_masks=attention_masks, **options)
-        return self.varlen.forward(q_BLNH, k_BLNH, v_BLNH, attention_masks=attention_masks, **options)
+        values = F.pad(v_BLNH, (0, q_BLNH.shape[-1] - v_BLNH.shape[-1]))  # the kernel takes values as wide as keys
+        out = self.varlen.forward(q_BLNH, k_BLNH, values, attention_masks=attention_masks, **options)
+        return out[..., : v_BLNH.shape[-1]]
 
 
 def choose_inner_attention(device: torch.device) -> Module.Config:

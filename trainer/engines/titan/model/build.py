@@ -7,6 +7,7 @@ group, as they are over data-parallel ranks.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -33,22 +34,22 @@ from trainer.engines.pytorch.pipeline import Pipeline
 from trainer.engines.pytorch.ranks import DTYPES
 from trainer.engines.titan._compat import without_torchtitans_loop
 from trainer.engines.titan.model.attention import choose_inner_attention
-from trainer.engines.titan.model.specs import build_spec, hf_name, load_weights, share_rope_cache
+from trainer.engines.titan.model.specs import Policy, load_weights, share_rope_cache
 
 
 class BuiltModel(NamedTuple):
     """A model with its weights loaded, in float32 or frozen in `compute_dtype`, sharded according to the layout."""
 
-    parts: Sequence[Decoder]
+    parts: Sequence[Policy]
     """The whole model as one part, or this rank's pipeline stages in order."""
     context_mesh: DeviceMesh | None
     """The ranks of this rank's context-parallel group, if there is such parallelism."""
     pipeline: Pipeline | None
 
 
-def build_model(config: TrainerConfig, hf_config: DecoderConfig, device: torch.device) -> BuiltModel:
+def build_model(config: TrainerConfig, shape: DecoderConfig, device: torch.device) -> BuiltModel:
     """Builds this rank's part of the model in `config.model`."""
-    spec = build_spec(hf_config, config.head, choose_inner_attention(device))
+    spec = resolve_name(shape.spec)(shape, config.head, choose_inner_attention(device))
     _convert(config, spec)
     context_mesh: DeviceMesh | None = None
     pipeline: Pipeline | None = None
@@ -58,14 +59,14 @@ def build_model(config: TrainerConfig, hf_config: DecoderConfig, device: torch.d
         parts = _build_parallel(config, spec, dims, device)
         if (mesh := dims.get_optional_mesh("pp")) is not None:
             tensor_mesh = dims.get_optional_mesh("tp")
-            pipeline = Pipeline(config, parts, hf_config.dim, device, mesh, tensor_mesh)
+            pipeline = Pipeline(config, parts, shape.dim, device, mesh, tensor_mesh)
     else:
         parts = [_built(config, spec)]
         if (checkpointing := _activation_checkpointing(config)) is not None:
             checkpointing.build().apply(parts[0])
         if (compiling := _compile_config(config, device)).enable:
             apply_compile(parts[0], compile_config=compiling, parallel_dims=ParallelDims(1, 1, 1, 1, 1, 1, 1))
-    decoders = [part for part in parts if isinstance(part, Decoder)]
+    decoders = [part for part in parts if isinstance(part, Policy)]
     assert len(decoders) == len(parts)
     with torch.no_grad():
         for decoder in decoders:
@@ -236,17 +237,20 @@ def _sharded_product(whole: LowRank, x: DTensor, y: DTensor, weight: DTensor) ->
 
 def make_adaptable(spec: ModelSpec) -> None:
     """Replaces the projections of attention and of dense feed-forward networks, as torchtitan's converters do."""
+    assert isinstance(spec.model, Decoder.Config)
+    # Generators adapt no feed-forward network of a mixture: neither experts, nor shared ones, nor dense layers.
+    where = ".attention." if any(layer.moe for layer in spec.model.layers) else ""
     for name, config, parent, attribute in list(spec.model.traverse(Linear.Config)):
-        if type(config) is not Linear.Config or ".router." in name:
+        if type(config) is not Linear.Config or where not in name:
             continue
         adapted = AdaptedLinear.Config(**{f.name: getattr(config, f.name) for f in fields(config) if f.init})
         assert isinstance(attribute, str)  # the list of layers holds no projections
         setattr(parent, attribute, adapted)
 
 
-def name_adaptable(parts: Sequence[nn.Module]) -> None:
+def name_adaptable(parts: Sequence[Policy]) -> None:
     """Gives every layer that can be adapted its Hugging Face name."""
     for part in parts:
         for name, module in part.named_modules():
             if isinstance(module, Adaptable):
-                module.hf_module = hf_name(f"{name}.weight").removesuffix(".weight")
+                module.hf_module = part.hf_name(f"{name}.weight").removesuffix(".weight")

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.models.common.decoder import Decoder
 
 from rl.data.packing import PackedRow, pad_row
 from trainer.config import TrainerConfig
@@ -16,7 +15,8 @@ from trainer.engines.pytorch.distribution import Distribution
 from trainer.engines.pytorch.pipeline import StageInputs
 from trainer.engines.pytorch.ranks import DTYPES
 from trainer.engines.pytorch.row_runner import to_tensor, with_routes
-from trainer.engines.titan.model.attention import attention_masks, needs_flex, sharded_attention_masks
+from trainer.engines.titan.model.attention import needs_flex, sharded_attention_masks
+from trainer.engines.titan.model.specs import Policy
 
 # Positions per block of a block mask, on a GPU.
 _BLOCK = 128
@@ -28,7 +28,7 @@ class RowScorer:
     """One rank's forward pass over packed rows. Under context parallelism a rank computes its shard of each row."""
 
     def __init__(
-        self, config: TrainerConfig, decoder: Decoder, context_mesh: DeviceMesh | None, device: torch.device
+        self, config: TrainerConfig, decoder: Policy, context_mesh: DeviceMesh | None, device: torch.device
     ) -> None:
         """`decoder` is the whole model, or the first of this rank's pipeline stages."""
         self._decoder = decoder
@@ -54,7 +54,7 @@ class RowScorer:
         distribution = Distribution.of_row(row, self._device, self._head_dtype)
         if self._context_mesh is None:
             shard, rows = None, slice(None)
-            masks = attention_masks(positions[None], row.documents, self._compute_dtype)
+            masks = self._decoder.plan(positions[None], row.documents, self._compute_dtype)
         else:
             shard = shard_row(len(tokens), scored, self._context_mesh.get_local_rank(), self._context_mesh.size())
             rows, scored, targets = shard.rows, shard.scored, targets[shard.where]

@@ -10,17 +10,18 @@ once for all chunks and frees it like any other parameter.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import spmd_types as spmd
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear, QKVLinear, RMSNorm
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear, QKVLinear, RMSNorm, RoPE
+from torchtitan.models.common.attention import GQAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.models.common.decoder_sharding import dense_param_placement
@@ -34,19 +35,23 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
+from rl.data.packing import Document
 from rl.types import Head
 from trainer.engines.decoder_config import DecoderConfig, Llama3RopeScaling
 from trainer.engines.pytorch.distribution import Distribution
-from trainer.engines.pytorch.hf_directory import VALUE_HEAD, load_hf_weights, scale_llama3
+from trainer.engines.pytorch.hf_directory import VALUE_HEAD, load_hf_weights, scale_llama3, unstacked
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.low_rank import Adaptable
-from trainer.engines.titan.model.experts import RoutedBlock, expert_views, moe_config
+from trainer.engines.titan.model.attention import attention_masks
 
 # Every parameter is loaded from a checkpoint, so none is initialized.
-_NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
+NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
 _WITHOUT_QK_NORM = ("llama", "qwen2")
 
-_HF_LAYER_NAMES = {
+# torch's wrapper of recomputed layers adds this to the names of parameters and buffers, but not in a state dict.
+_RECOMPUTED = "_checkpoint_wrapped_module."
+_STACK = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\w+)\.weight")
+HF_LAYER_NAMES = {
     "attention.qkv_linear.wq": "self_attn.q_proj",
     "attention.qkv_linear.wk": "self_attn.k_proj",
     "attention.qkv_linear.wv": "self_attn.v_proj",
@@ -59,8 +64,11 @@ _HF_LAYER_NAMES = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "moe.router.gate": "mlp.gate",
+    "moe.routed_experts.inner_experts.w1_EFD": "mlp.experts.gate_proj.weight",
+    "moe.routed_experts.inner_experts.w2_EDF": "mlp.experts.down_proj.weight",
+    "moe.routed_experts.inner_experts.w3_EFD": "mlp.experts.up_proj.weight",
 }
-_HF_STACK_NAMES = {"w1_EFD": "gate_proj", "w2_EDF": "down_proj", "w3_EFD": "up_proj"}
+"""Of a layer's modules, or of parameters by their whole names. That of a stack lacks the number of the expert."""
 _HF_ROOT_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
 
 
@@ -77,85 +85,103 @@ class HFRoPE(CosSinRoPE):
         empty = torch.empty(config.max_seq_len, 2 * config.dim)
         if empty.is_meta:  # the values follow when the model is on its device; arithmetic here would import sympy
             return empty
-        inv_freq = 1.0 / config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim)
-        if config.scaling == "llama":
-            scaling = Llama3RopeScaling(
-                factor=config.scaling_factor,
-                low_freq_factor=config.low_freq_factor,
-                high_freq_factor=config.high_freq_factor,
-                original_max_position_embeddings=config.original_max_position_embeddings,
-            )
-            inv_freq = scale_llama3(inv_freq, scaling)
-        angles = torch.outer(torch.arange(config.max_seq_len).float(), inv_freq)
+        angles = torch.outer(torch.arange(config.max_seq_len).float(), self.inverse_frequencies())
         angles = torch.cat([angles, angles], dim=-1)
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+    def inverse_frequencies(self) -> Tensor:
+        """[dim / 2] angles per position, the fastest first."""
+        config = self.config
+        inv_freq = 1.0 / config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim)
+        if config.scaling != "llama":
+            return inv_freq
+        scaling = Llama3RopeScaling(
+            factor=config.scaling_factor,
+            low_freq_factor=config.low_freq_factor,
+            high_freq_factor=config.high_freq_factor,
+            original_max_position_embeddings=config.original_max_position_embeddings,
+        )
+        return scale_llama3(inv_freq, scaling)
 
 
 def build_spec(config: DecoderConfig, head: Head, inner_attention: Module.Config) -> ModelSpec:
     """The torchtitan spec of a model that ends in `head`; `inner_attention` configures its attention kernel."""
+    layers = [_layer(config, inner_attention) for _ in range(config.num_layers)]
+    if config.family in _WITHOUT_QK_NORM:
+        return model_spec(config, head, LlamaPolicy, layers, parallelize_llama)
+    return model_spec(config, head, Qwen3Policy, layers, parallelize_qwen3)
+
+
+def model_spec(
+    config: DecoderConfig, head: Head, policy: type[Decoder], layers: list[Any], parallelize: Callable[..., Any]
+) -> ModelSpec:
+    """The spec of a `policy` of these layers, which `parallelize` distributes."""
     lm_head = (
-        LogprobHead.Config(in_features=config.dim, out_features=config.vocab_size, param_init=_NO_INIT)
+        LogprobHead.Config(in_features=config.dim, out_features=config.vocab_size, param_init=NO_INIT)
         if head == "lm"
-        else ValueHead.Config(in_features=config.dim, out_features=1, param_init=_NO_INIT)
+        else ValueHead.Config(in_features=config.dim, out_features=1, param_init=NO_INIT)
     )
-    model_class = LlamaPolicy if config.family in _WITHOUT_QK_NORM else Qwen3Policy
-    model = model_class.Config(
+    model = policy.Config(
         dim=config.dim,
         vocab_size=config.vocab_size,
         enable_weight_tying=config.tie_embeddings and head == "lm",
-        tok_embeddings=Embedding.Config(
-            num_embeddings=config.vocab_size, embedding_dim=config.dim, param_init=_NO_INIT
-        ),
-        norm=_norm(config, config.dim),
+        tok_embeddings=Embedding.Config(num_embeddings=config.vocab_size, embedding_dim=config.dim, param_init=NO_INIT),
+        norm=norm_config(config, config.dim),
         lm_head=lm_head,
-        layers=[_layer(config, inner_attention, index) for index in range(config.num_layers)],
+        layers=layers,
     )
     return ModelSpec(
         name=config.family,
         flavor="hf",
         model=model,
-        parallelize_fn=parallelize_llama if config.family in _WITHOUT_QK_NORM else parallelize_qwen3,
+        parallelize_fn=parallelize,
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=None,
         state_dict_adapter=None,
     )
 
 
-def _layer(config: DecoderConfig, inner_attention: Module.Config, index: int) -> TransformerBlock.Config:
-    has_norm = config.family not in _WITHOUT_QK_NORM
+def _layer(config: DecoderConfig, inner_attention: Module.Config) -> TransformerBlock.Config:
+    block_class = Llama3TransformerBlock if config.family in _WITHOUT_QK_NORM else Qwen3TransformerBlock
+    return block_class.Config(
+        **norms(config),
+        attention=attention_config(config, inner_attention),
+        feed_forward=feed_forward(config, config.hidden_dim),
+    )
+
+
+def attention_config(config: DecoderConfig, inner_attention: Module.Config) -> GQAttention.Config:
+    """Grouped-query attention, with norms of queries and keys in Qwen3 and biases in Qwen2."""
     attention = make_gqa_config(
         dim=config.dim,
         n_heads=config.num_heads,
         n_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        wqkv_param_init=_NO_INIT,
-        wo_param_init=_NO_INIT,
+        wqkv_param_init=NO_INIT,
+        wo_param_init=NO_INIT,
         inner_attention=inner_attention,
         fuse_qkv=False,
         rope=_rope(config),
-        qk_norm=_norm(config, config.head_dim) if has_norm else None,
+        qk_norm=None if config.family in _WITHOUT_QK_NORM else norm_config(config, config.head_dim),
     )
     assert isinstance(attention.qkv_linear, QKVLinear.Config)
     attention.qkv_linear.wq.bias = attention.qkv_linear.wkv.bias = config.family == "qwen2"
-    parts: dict[str, Any] = {
-        "attention_norm": _norm(config, config.dim),
-        "ffn_norm": _norm(config, config.dim),
-        "attention": attention,
-    }
-    if config.moe is not None:
-        return RoutedBlock.Config(moe=moe_config(config), layer=index, **parts)
-    block_class = Qwen3TransformerBlock if has_norm else Llama3TransformerBlock
-    return block_class.Config(feed_forward=_feed_forward(config), **parts)
+    return attention
 
 
-def _norm(config: DecoderConfig, size: int) -> RMSNorm.Config:
-    return RMSNorm.Config(normalized_shape=size, eps=config.norm_eps, param_init=_NO_INIT)
+def norm_config(config: DecoderConfig, size: int) -> RMSNorm.Config:
+    """A norm of vectors of this size."""
+    return RMSNorm.Config(normalized_shape=size, eps=config.norm_eps, param_init=NO_INIT)
 
 
-def _feed_forward(config: DecoderConfig) -> FeedForward.Config:
-    return make_ffn_config(
-        dim=config.dim, hidden_dim=config.hidden_dim, w1_param_init=_NO_INIT, w2w3_param_init=_NO_INIT
-    )
+def norms(config: DecoderConfig) -> dict[str, Any]:
+    """The two norms of a layer."""
+    return {name: norm_config(config, config.dim) for name in ("attention_norm", "ffn_norm")}
+
+
+def feed_forward(config: DecoderConfig, hidden_dim: int) -> FeedForward.Config:
+    """A feed-forward network of this hidden dimension."""
+    return make_ffn_config(dim=config.dim, hidden_dim=hidden_dim, w1_param_init=NO_INIT, w2w3_param_init=NO_INIT)
 
 
 def _rope(config: DecoderConfig) -> HFRoPE.Config:
@@ -171,33 +197,44 @@ def _rope(config: DecoderConfig) -> HFRoPE.Config:
 
 def share_rope_cache(parts: Sequence[nn.Module]) -> None:
     """Makes all layers share one table of cosines and sines. torchtitan gives each layer its own."""
-    layers = [layer for part in parts for layer in part.modules() if isinstance(layer, HFRoPE)]
+    layers = [layer for part in parts for layer in part.modules() if isinstance(layer, RoPE)]
     for rope in layers[1:]:
         rope.cache = layers[0].cache
 
 
-def hf_name(name: str) -> str:
-    """The Hugging Face name of a torchtitan parameter. The name of stacked experts lacks the number of the expert."""
-    name = name.replace("_checkpoint_wrapped_module.", "")
-    if (match := re.fullmatch(r"layers\.(\d+)\.moe\.routed_experts\.inner_experts\.(\w+)", name)) is not None:
-        return f"model.layers.{match[1]}.mlp.experts.{_HF_STACK_NAMES[match[2]]}.weight"
-    if (match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)) is not None:
-        return f"model.layers.{match[1]}.{_HF_LAYER_NAMES[match[2]]}.{match[3]}"
-    return f"{_HF_ROOT_NAMES[name.removesuffix('.weight')]}.weight"
-
-
-def named_parameters(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(parts: Sequence["Policy"]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields every parameter once, by `hf_name`. A tied `lm_head.weight` goes by `model.embed_tokens.weight`."""
     for part in parts:
         heads = {f"{name}.weight" for name, module in part.named_modules() if isinstance(module, ValueHead)}
         for name, parameter in part.named_parameters():
-            yield VALUE_HEAD if name in heads else hf_name(name), parameter
+            yield VALUE_HEAD if name in heads else part.hf_name(name), parameter
 
 
-def load_weights(parts: Sequence[nn.Module], path: Path) -> None:
-    """Fills the parameters as `load_hf_weights` does."""
+def named_buffers(parts: Sequence["Policy"]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the buffers that checkpoints hold, such as a router's selection bias."""
+    for part in parts:
+        persistent = part.state_dict().keys()
+        named = ((name.replace(_RECOMPUTED, ""), buffer) for name, buffer in part.named_buffers())
+        yield from ((part.hf_name(name), buffer) for name, buffer in named if name in persistent)
+
+
+def expert_views(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields a tensor under its Hugging Face name, or of a stack the experts of which this rank holds a part.
+
+    `tensor` is a stack if its name is `model.layers.{layer}.mlp.experts.{projection}.weight`. Experts are views of it.
+    """
+    if (match := _STACK.fullmatch(name)) is None:
+        yield name, tensor
+        return
+    for index, expert in unstacked(tensor):
+        yield f"{match[1]}.{index}.{match[2]}.weight", expert
+
+
+def load_weights(parts: Sequence["Policy"], path: Path) -> None:
+    """Fills parameters and buffers as `load_hf_weights` does."""
     named = ((name, parameter.data) for name, parameter in named_parameters(parts))
-    load_hf_weights({name: part for stack in named for name, part in expert_views(*stack)}, path)
+    stored = {name: part for stack in named for name, part in expert_views(*stack)}
+    load_hf_weights({**stored, **dict(named_buffers(parts))}, path)
 
 
 class LogprobHead(Adaptable, Linear):
@@ -244,7 +281,7 @@ class ValueHead(Linear):
         return values(hidden, weight), None
 
 
-def _shard_head_only(head: Linear.Config) -> None:
+def shard_head_only(head: Linear.Config) -> None:
     """Leaves an output projection's weight sharded by rows, and a value head's whole.
 
     Inputs and outputs stay plain tensors: the head itself deals with tensor parallelism.
@@ -257,8 +294,12 @@ def _shard_head_only(head: Linear.Config) -> None:
     )
 
 
-class _Policy(Decoder):
-    """The forward pass that both families share."""
+class Policy(Decoder):
+    """A decoder that scores: the forward pass, and what a family may change."""
+
+    hf_layer_names: ClassVar[Mapping[str, str]] = HF_LAYER_NAMES
+    shares_prefixes: ClassVar[bool] = True
+    """Whether its attention computes documents with suffixes."""
 
     # Upstream's switch for losses that apply the output projection themselves; here `forward` does.
     _skip_lm_head = True
@@ -288,8 +329,20 @@ class _Policy(Decoder):
         hidden = hidden.squeeze(0).index_select(0, scored)
         return self.lm_head(hidden, targets, entropy=entropy, distribution=distribution)
 
+    def plan(self, positions: Tensor, documents: Sequence[Document], compute_dtype: torch.dtype) -> Any:
+        """What the attention of all layers needs to know about a row with positions [1, L]."""
+        return attention_masks(positions, documents, compute_dtype)
 
-class LlamaPolicy(_Policy, Llama3Model):  # pyright: ignore[reportIncompatibleMethodOverride]
+    @classmethod
+    def hf_name(cls, name: str) -> str:
+        """The Hugging Face name of a parameter, or of a buffer that checkpoints hold."""
+        name = name.replace(_RECOMPUTED, "")
+        if (match := re.fullmatch(r"layers\.(\d+)\.(.+?)(\.weight|\.bias)?", name)) is not None:
+            return f"model.layers.{match[1]}.{cls.hf_layer_names[match[2]]}{match[3] or ''}"
+        return f"{_HF_ROOT_NAMES[name.removesuffix('.weight')]}.weight"
+
+
+class LlamaPolicy(Policy, Llama3Model):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A Llama that scores."""
 
     @dataclass(kw_only=True, slots=True)
@@ -299,10 +352,10 @@ class LlamaPolicy(_Policy, Llama3Model):  # pyright: ignore[reportIncompatibleMe
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Sets how every parameter and activation is sharded."""
             Llama3Model.Config.update_from_config(self, config=config, **kwargs)
-            _shard_head_only(self.lm_head)
+            shard_head_only(self.lm_head)
 
 
-class Qwen3Policy(_Policy, Qwen3Model):  # pyright: ignore[reportIncompatibleMethodOverride]
+class Qwen3Policy(Policy, Qwen3Model):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A Qwen3 that scores."""
 
     @dataclass(kw_only=True, slots=True)
@@ -312,4 +365,4 @@ class Qwen3Policy(_Policy, Qwen3Model):  # pyright: ignore[reportIncompatibleMet
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Sets how every parameter and activation is sharded."""
             Qwen3Model.Config.update_from_config(self, config=config, **kwargs)
-            _shard_head_only(self.lm_head)
+            shard_head_only(self.lm_head)

@@ -1,7 +1,5 @@
-"""Qwen3's mixture-of-experts layers: torchtitan's, but in any dtype, and with a name for each expert's weights."""
+"""Mixtures of experts as torchtitan builds them, but computed in any dtype; Qwen3-MoE, whose layers all are ones."""
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +9,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.models.common import Linear
 from torchtitan.models.common.config_utils import make_moe_config
+from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
 
+from rl.types import Head
 from trainer.engines.decoder_config import DecoderConfig
-from trainer.engines.pytorch.hf_directory import unstacked
 from trainer.engines.pytorch.row_runner import of_layer
-
-_STACK = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\w+)\.weight")
+from trainer.engines.titan.model.specs import Qwen3Policy, attention_config, model_spec, norms
 
 
 class Experts(GroupedExperts):
@@ -56,7 +57,7 @@ class RouterGate(Linear):
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[B, L, D] in any dtype -> [B, L, E] float32."""
-        return F.linear(x.float(), self.weight.float())
+        return F.linear(x.float(), *(parameter.float() for parameter in self.parameters()))  # a weight, perhaps a bias
 
 
 class ReplayRouter(TokenChoiceTopKRouter):
@@ -89,44 +90,61 @@ class ReplayRouter(TokenChoiceTopKRouter):
         return weights * self.route_scale, experts, scores
 
 
-class RoutedBlock(Qwen3TransformerBlock):
-    """A layer whose router replays the experts that come with what attention needs to know."""
+class Replays(TransformerBlock):
+    """Mixed into a layer, it has the router, if any, replay the experts that come with what attention needs to know."""
+
+    layer: int = 0
+    """Counts from 0 in the whole model."""
+
+    def forward(self, x: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
+        """[1, L, D] -> [1, L, D]; `attention_masks` may be a `RoutedPlan`."""
+        attention_masks, experts = of_layer(attention_masks, self.layer)
+        if self.moe_enabled:
+            moe: Any = self.moe
+            moe.router.replayed = experts
+        return super().forward(x, attention_masks, positions)
+
+
+class RoutedBlock(Replays, Qwen3TransformerBlock):
+    """A layer of Qwen3 with experts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3TransformerBlock.Config):
-        """`layer` counts from 0 in the whole model."""
+        """`layer` as in `Replays`."""
 
         layer: int = 0
 
     def __init__(self, config: Config) -> None:
         """Builds the layer."""
         super().__init__(config)
-        self._layer = config.layer
-
-    def forward(self, x: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
-        """[1, L, D] -> [1, L, D]; `attention_masks` may be a `RoutedPlan`."""
-        attention_masks, self.moe.router.replayed = of_layer(attention_masks, self._layer)
-        return super().forward(x, attention_masks, positions)
+        self.layer = config.layer
 
 
-def moe_config(config: DecoderConfig) -> MoE.Config:
-    """A layer's router and experts, without load balancing, so that the gradient is that of the loss alone."""
+def moe_config(config: DecoderConfig, experts: GroupedExperts.Config | None = None, **router: Any) -> MoE.Config:
+    """A layer's router and experts, without load balancing, so that the gradient is that of the loss alone.
+
+    `experts` are Qwen3's by default, and `router` are further options of the router.
+    """
     moe = config.moe
     assert moe is not None
-    router = ReplayRouter.Config(
-        num_experts=moe.num_experts,
-        gate=RouterGate.Config(
-            in_features=config.dim, out_features=moe.num_experts, param_init={"weight": skip_param_init}
-        ),
-        top_k=moe.experts_per_token,
-        score_func="softmax",
-        route_norm=moe.normalize_scores,
-    )
+    options: dict[str, Any] = {"score_func": "softmax", **router}
     return make_moe_config(
         num_experts=moe.num_experts,
-        router=router,
+        router=ReplayRouter.Config(
+            num_experts=moe.num_experts,
+            gate=RouterGate.Config(
+                in_features=config.dim,
+                out_features=moe.num_experts,
+                bias=options.pop("bias", False),
+                param_init=dict.fromkeys(("weight", "bias"), skip_param_init),
+            ),
+            top_k=moe.experts_per_token,
+            route_norm=moe.normalize_scores,
+            **options,
+        ),
         routed_experts=RoutedExperts.Config(
-            inner_experts=Experts.Config(
+            inner_experts=experts
+            or Experts.Config(
                 dim=config.dim,
                 hidden_dim=moe.hidden_dim,
                 num_experts=moe.num_experts,
@@ -138,13 +156,12 @@ def moe_config(config: DecoderConfig) -> MoE.Config:
     )
 
 
-def expert_views(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields a tensor under its Hugging Face name, or of a stack the experts of which this rank holds a part.
-
-    `tensor` is a stack if its name is `model.layers.{layer}.mlp.experts.{projection}.weight`. Experts are views of it.
-    """
-    if (match := _STACK.fullmatch(name)) is None:
-        yield name, tensor
-        return
-    for index, expert in unstacked(tensor):
-        yield f"{match[1]}.{index}.{match[2]}.weight", expert
+def build_spec(shape: DecoderConfig, head: Head, inner_attention: Module.Config) -> ModelSpec:
+    """The torchtitan spec of a Qwen3-MoE that ends in `head`; `inner_attention` configures its attention kernel."""
+    layers = [
+        RoutedBlock.Config(
+            **norms(shape), attention=attention_config(shape, inner_attention), moe=moe_config(shape), layer=index
+        )
+        for index in range(shape.num_layers)
+    ]
+    return model_spec(shape, head, Qwen3Policy, layers, parallelize_qwen3)

@@ -1,0 +1,82 @@
+"""What torchtitan does not build of a family is refused by name, and YaRN's factors are those of transformers.
+
+Covers: trainer/families/decoders.py, trainer/engines/titan/layout_check.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rl.system.hf_config import read_config
+from tests.architectures import MODELS
+from trainer.config import TrainerConfig
+from trainer.engines.model_check import check_model
+from trainer.families.decoders import deepseek_v3, gpt_oss, read_yarn
+
+LONG = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.fixture(scope="module", params=["gpt_oss", "deepseek_v3", "glm4_moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return MODELS[request.param][1](tmp_path_factory.mktemp("model") / request.param)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compile": True}, r"TrainerConfig\.compile is True; for \S+ only False is proven with engine 'torchtitan'"),
+        ({"float8": "rowwise"}, r"TrainerConfig\.float8 is 'rowwise'; for \S+ only 'none' is proven"),
+        ({"tensor_parallel": 2}, r"tensor parallelism cannot split experts"),
+    ],
+)
+def test_what_is_not_proven_is_refused(model: Path, options: dict[str, Any], message: str) -> None:
+    check_model(TrainerConfig(model=model))
+    with pytest.raises(ValueError, match=message):
+        check_model(TrainerConfig(model=model, **options))
+
+
+def test_ranks_that_cannot_cut_a_network_are_refused(tmp_path: Path) -> None:
+    model = MODELS["deepseek_v3"][1](tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 191}))
+    with pytest.raises(
+        ValueError, match="tensor_parallel is 2, which does not divide the model's intermediate_size 191"
+    ):
+        check_model(TrainerConfig(model=model, tensor_parallel=2, expert_parallel=2))
+
+
+def test_shards_of_a_row_are_refused_for_sinks(tmp_path: Path) -> None:
+    model = MODELS["gpt_oss"][1](tmp_path / "model")
+    with pytest.raises(ValueError, match="context_parallel is 2; for gpt-oss only 1 is proven"):
+        check_model(TrainerConfig(model=model, context_parallel=2))
+
+
+def test_settings_that_would_change_the_model_are_refused(tmp_path: Path) -> None:
+    for name, parse, change, message in (
+        ("gpt_oss", gpt_oss, {"attention_bias": False}, "attention_bias is False; only True is supported"),
+        ("gpt_oss", gpt_oss, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be between 1 and the 4"),
+        ("deepseek_v3", deepseek_v3, {"rope_interleave": False}, "rope_interleave is False; only True is supported"),
+    ):
+        settings = read_config(MODELS[name][1](tmp_path / f"{name}-{message[:9]}"))
+        with pytest.raises(ValueError, match=message):
+            parse({**settings, **change})
+    with pytest.raises(ValueError, match="rope_type is 'linear'; supported are 'default' and 'yarn'"):
+        read_yarn({"rope_type": "linear"}, 128)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale": 0.707}, {"attention_factor": 1.3}]
+)
+def test_yarn_scales_as_in_transformers(tmp_path: Path, more: dict[str, float]) -> None:
+    model = MODELS["gpt_oss"][1](tmp_path / "model")
+    file = model / "config.json"
+    rope = {**LONG, "rope_theta": 10000.0, **more}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rope_parameters": rope}))
+    _, expected = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.from_pretrained(model))
+    yarn = read_yarn(rope, 128)
+    assert yarn is not None
+    assert yarn.attention_factor == pytest.approx(expected, rel=1e-12)
