@@ -52,11 +52,13 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
     whole_decay = log_decay[..., -1].exp()[..., None, None]
     state = q.new_zeros(len(sizes), q.shape[1], q.shape[-1], v.shape[-1], dtype=dtype)
     outputs: list[Tensor] = []
-    for now in chunks.steps:
-        state = state[: now.stop - now.start]  # longer documents come first
-        new = new_values[now] - read_keys[now] @ state
-        outputs.append(queries[now] @ state + within[now] @ new)
-        state = state * whole_decay[now] + keys[now].transpose(-1, -2) @ new
+    # Each is split once: the gradient of a slice would be a tensor as large as the whole, for every step.
+    of_steps = (x.split(chunks.counts) for x in (queries, keys, within, new_values, read_keys, whole_decay))
+    for query, key, inside, new_value, read_key, decay in zip(*of_steps, strict=True):
+        state = state[: len(query)]  # longer documents come first
+        new = new_value - read_key @ state
+        outputs.append(query @ state + inside @ new)
+        state = state * decay + key.transpose(-1, -2) @ new
     return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[chunks.places].to(v.dtype)
 
 
@@ -66,12 +68,12 @@ class _Chunks:
 
     index: Tensor
     """[N, C] the token at each place; any, where there is none."""
-    is_token: Tensor
-    """[N, C]"""
+    is_token: Tensor | None
+    """[N, C], or None if there is a token at every place."""
     places: Tensor
     """[L] the place of each token, counted over all chunks."""
-    steps: list[slice]
-    """The chunks of each step, one of each document that is long enough, the longest document's first."""
+    counts: list[int]
+    """How many chunks each step has: one of each document that is long enough, the longest document's first."""
 
 
 def _chunks(sizes: Sequence[int], device: torch.device) -> _Chunks:
@@ -85,19 +87,20 @@ def _chunks(sizes: Sequence[int], device: torch.device) -> _Chunks:
     is_token = index < last[:, None]
     places = torch.empty(starts[-1], dtype=torch.long)
     places[index[is_token]] = is_token.flatten().nonzero()[:, 0]
-    ends = [0, *itertools.accumulate(map(len, steps))]
     return _Chunks(
         index.clamp(max=starts[-1] - 1).to(device),
-        is_token.to(device),
+        None if bool(is_token.all()) else is_token.to(device),
         places.to(device),
-        [slice(start, stop) for start, stop in itertools.pairwise(ends)],
+        [len(step) for step in steps],
     )
 
 
 def _gathered(x: Tensor, chunks: _Chunks) -> Tensor:
     """[L, H, ...] -> [N, H, C, ...] with zeros where there is no token."""
-    mask = chunks.is_token.reshape(*chunks.is_token.shape, *(1 for _ in x.shape[1:]))
-    return (x[chunks.index] * mask).transpose(1, 2)
+    placed = x[chunks.index]
+    if chunks.is_token is not None:
+        placed = placed * chunks.is_token.reshape(*chunks.is_token.shape, *(1 for _ in x.shape[1:]))
+    return placed.transpose(1, 2)
 
 
 def _normalised(x: Tensor) -> Tensor:
