@@ -12,6 +12,7 @@ BENCHMARKS = (
     "startup",
     "step",
     "checkpoint_cost",
+    "evaluation_beside",
     "weight_sync",
     "weight_growth",
     "changed_weights",

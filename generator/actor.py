@@ -83,13 +83,14 @@ class VLLMGenerator(Actor):
         frozen: bool,
         mode: PullMode,
         keep_prefix_cache: bool,
-    ) -> None:
+    ) -> dict[str, float]:
         """Loads exactly this published version; `rl.protocols.Generator` describes the options.
 
-        `record` is the version's. If it is None, TorchStore is asked for it.
+        `record` is the version's. If it is None, TorchStore is asked for it. Returns the `EngineLoad` since the last
+        pull.
         """
         if frozen and policy is not None and await self._engine.freeze(policy, version):
-            return
+            return {}
         if self._store_name is None:
             raise WeightsError("this generator was started without a weight store to pull from")
         try:
@@ -102,6 +103,7 @@ class VLLMGenerator(Actor):
         await self._engine.update_weights(record, store, frozen=frozen, mode=mode, keep_prefix_cache=keep_prefix_cache)
         if self._heap is not None:
             self._heap.after_step()
+        return self._engine.load.take()
 
     @concurrent_endpoint
     async def rest(self, asleep: bool) -> None:

@@ -28,6 +28,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.stats import PrefixCacheStats
 
 from generator._compat import patch_masks
 from generator.config import GeneratorConfig, check_length, check_policy, check_pull, check_request
@@ -60,6 +61,35 @@ from rl.weights.transport import Feed
 from rl.weights.versions import Store, VersionRecord, WeightsError
 
 _INCOMPLETE = "the weights are incomplete since a failed update ({}); pull a version again"
+
+
+class EngineLoad:
+    """What vLLM's scheduler has had to do since it was last asked: the largest numbers of all steps."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        """Of an engine in this process. vLLM's own statistics are off, since they cost time in every step."""
+        self._largest: dict[str, float] = {}
+        self._scheduler: Any = engine.engine_core.engine_core.scheduler  # pyright: ignore[reportAttributeAccessIssue]
+        # Hits of the prefix cache are counted without the rest.
+        self._scheduler.kv_cache_manager.prefix_cache_stats = PrefixCacheStats()
+        self._scheduler.kv_cache_manager.log_stats = True
+
+    def after_step(self) -> None:
+        """Looks at the scheduler."""
+        running, waiting = self._scheduler.get_request_counts()
+        now = {"running": running, "waiting": waiting, "kv_use": self._scheduler.kv_cache_manager.usage}
+        largest = self._largest  # which another thread may take
+        for name, value in now.items():
+            largest[f"engine_{name}_max"] = max(largest.get(f"engine_{name}_max", 0.0), float(value))
+
+    def take(self) -> dict[str, float]:
+        """`engine_running_max`, `engine_waiting_max`, `engine_kv_use_max` and `engine_prefix_hits`; begins anew.
+
+        Empty without a step, and without the hits if no prompt was looked up.
+        """
+        largest, self._largest = self._largest, {}
+        found = self._scheduler.kv_cache_manager.make_prefix_cache_stats()
+        return {**largest, "engine_prefix_hits": found.hits / found.queries} if found.queries else largest
 
 
 class GenerationEngine:
@@ -232,6 +262,7 @@ class GenerationEngine:
         self._tokenizer: Any = self._engine.renderer.tokenizer
         self._group = get_tp_group()
         self._updates = WeightUpdates(self._engine, self._group, self._config)
+        self.load = EngineLoad(self._engine)
 
     def _serve(self) -> bool:
         """Handles all queued commands, waiting for one if there is nothing to do, and steps once. False to stop."""
@@ -278,6 +309,7 @@ class GenerationEngine:
     def _step(self) -> None:
         with self._clock.during("step"):
             outputs = self._engine.step()
+        self.load.after_step()
         for output in outputs:
             assert isinstance(output, RequestOutput)
             self._running[output.request_id].name_versions(output)

@@ -29,13 +29,14 @@ OPTIONAL = (
     "trainer/engines/contract/",
     "trainer/engines/mcore/",
     "trainer/engines/mfsdp/",
-    "trainer/families/",
+    *("trainer/families/", "trainer/step_profile.py"),
     *("rl/vision/", "generator/image_prompts.py", "configs/guess_colour_"),
     *("rl/advantages/published_advantages.py", "rl/losses/published_losses.py", "rl/losses/traced_loss.py"),
     *("configs/mixture_smollm2_cpu.py", "rl/envs/check.py", "rl/envs/mixture.py"),
     *("configs/reward_smollm2_cpu.py", "rl/envs/judged.py", "rl/envs/reward_model.py"),
     *(f"rl/envs/{name}" for name in ("calculator", "mcp_server", "python_arithmetic", "sandbox/", "tools")),
     *("configs/calculator_", "configs/tool_"),
+    *("configs/distill_", "configs/self_distill_", "controller/loops/distill.py", "rl/algorithms/distillation.py"),
 )
 """Optional parts, by the beginning of their paths. Entry points or recipes name them; no core module imports them."""
 ROOMS = (

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Literal
 
@@ -55,12 +56,14 @@ class PolicyTrainer(Actor):
         self._dtype: torch.dtype = getattr(torch, generator_dtype or config.compute_dtype)
         self._transport: WeightTransport = transport
         self._store_name = store_name
-        self._compute_dtype = config.compute_dtype
+        self._compute_dtype, self._profiled = config.compute_dtype, config.profile_steps
         with without_garbage_collection():
             self._policies: dict[str | None, PublishedEngine] = {None: self._published(load_engine(config))}
         self._heap = None if torch.cuda.is_available() else Heap()
 
     def _published(self, engine: Engine, policy: str | None = None, lora: LoRAConfig | None = None) -> PublishedEngine:
+        for profiler in entry_points(group="ownloop.profilers") if self._profiled else ():
+            profiler.load()(engine, self._profiled)
         publisher = WeightPublisher(self._dtype, self._transport, policy=policy, lora=lora, store_name=self._store_name)
         return PublishedEngine(engine, publisher)
 

@@ -4,6 +4,7 @@ Learning rate, clip norm and the like come with each step instead. Loads no torc
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -138,6 +139,8 @@ class TrainerConfig(LayoutConfig):
     engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further options for an engine that takes them: with `megatron`, fields of Megatron-core's `TransformerConfig` by
     their own names, and `model_provider`; with `megatron_fsdp`, options of `fully_shard`; see `docs/megatron.md`."""
+    profile_steps: str = ""
+    """Optimizer steps that torch's profiler records, as "3:5": from 3 to 5. `docs/report.md` says where."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     """How long calls may take before the ranks count as hung."""
 
@@ -175,6 +178,8 @@ class TrainerConfig(LayoutConfig):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainerConfig.{name} is {getattr(self, name)}; it must be at least 1")
         check_gpus("TrainerConfig", self.gpus, self.num_ranks)
+        if self.profile_steps and not re.fullmatch(r"[1-9]\d*:[1-9]\d*", self.profile_steps):
+            raise ValueError(f"TrainerConfig.profile_steps is {self.profile_steps!r}; it must be two steps, as 3:5")
 
     @property
     def is_frozen(self) -> bool:

@@ -25,7 +25,7 @@ class AgentConfig(GroupLoopConfig):
     """What one session may use."""
     tool_parser: str = ""
     """vLLM's parser of tool calls, by its name."""
-    records_routes = False
+    records_routes = rests_while_training = False
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""

@@ -47,11 +47,15 @@ class Run(OfRuns, TakesFields):
     """Begin a new run at a checkpoint of this one; every --field may be changed."""
     at: Annotated[int | None, arg(metavar="STEP")] = None
     """With --fork: the checkpoint's step. The default is the newest."""
+    profile_steps: str = ""
+    """Short for --trainer.profile-steps: steps that torch's profiler records, such as 3:5."""
     trust: bool = False
     """With --resume or --fork: execute the folder's recipe even if no run of yours wrote it."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for arguments that exclude each other, and if there is nothing to run."""
+        if self.profile_steps:
+            object.__setattr__(self, "fields", (*self.fields, "--trainer.profile-steps", self.profile_steps))
         if self.resume and self.fork:
             raise ValueError("--resume continues a run and --fork begins a new one; give one of them")
         if not self.resume and not self.fork:

@@ -24,6 +24,7 @@ from generator.openai_calls import OpenAICall, OpenAIReply
 from generator.options import check_hardware, generator_env
 from rl.checks import check_known
 from rl.lora import LivePolicy, Policy
+from rl.system.timeline import gauge
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
 
 ACTOR = "generator.actor:VLLMGenerator"
@@ -180,7 +181,7 @@ class GeneratorHandle:
         check_pull(policy, self.config, frozen=frozen)
         record = self._version_records.find(version, policy)
         arguments = (version, record, policy, frozen, mode, keep_prefix_cache)
-        await self._watched("pull_model_state_dict", *arguments, needs=self._pulls_from)
+        gauge(self.name, await self._watched("pull_model_state_dict", *arguments, needs=self._pulls_from))
 
     async def drop_policy(self, policy: Policy) -> None:
         """Forgets an adapter or a frozen version; see `rl.protocols.Generator.drop_policy`.

@@ -60,8 +60,7 @@ async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None
         next_problem: int = run.restored.get("next_problem", 0)
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         for step in steps:
-            if (step - 1) % config.evaluate_every == 0:
-                run.log_evaluation(step - 1, await source.evaluate(generator))
+            await run.evaluate_if_due(step - 1, lambda: source.evaluate(generator))
             clock = run.begin_step(step)
             with clock("generate"):
                 sampled = await sample_with_signal(sample, next_problem, config.prompts_per_step, config.max_rounds)
@@ -76,6 +75,7 @@ async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None
                     update = await trainer.optim_step(config.optim(learning_rate(step - 1)), token_mean(batch))
                 with clock("push"):
                     version = await trainer.push_model_state_dict()
+                await run.evaluated()
                 with clock("pull"):
                     await generator.pull_model_state_dict(version)
                 metrics = {"groups_sampled": len(sampled.all), "groups_with_signal": len(kept)}

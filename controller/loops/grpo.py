@@ -34,8 +34,7 @@ async def train(config: GRPOConfig, folder: RunFolder, console: Console) -> None
     ):
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         for step in steps:
-            if (step - 1) % config.evaluate_every == 0:
-                run.log_evaluation(step - 1, await source.evaluate(generator))
+            await run.evaluate_if_due(step - 1, lambda: source.evaluate(generator))
             clock = run.begin_step(step)
             with clock("generate"):
                 groups = await source.sample(generator, step, config.group_size)
@@ -48,6 +47,7 @@ async def train(config: GRPOConfig, folder: RunFolder, console: Console) -> None
                     update = await trainer.optim_step(params, grad_scale=1 / num_completion_tokens(groups))
                 with clock("push"):
                     version = await trainer.push_model_state_dict()
+                await run.evaluated()
                 with clock("pull"):
                     await generator.pull_model_state_dict(version)
                 run.end_step(groups, batch, output, update)

@@ -29,6 +29,7 @@ class GRPOAsyncConfig(GRPOConfig):
     """Most optimizer steps between the policy that sampled a token and the policy that trains on it."""
     loss_config: LossConfig = field(default_factory=lambda: {"importance_cap": 2.0})
     """As in `grpo`. By default importance weights correct for the staleness, up to a factor of 2."""
+    rests_while_training = False
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -59,8 +60,7 @@ async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) ->
         queue = RolloutQueue(sample_group, steps.remaining, per_step, config.max_staleness, restored)
         async with queue as rollouts:
             for step in steps:
-                if (step - 1) % config.evaluate_every == 0:
-                    run.log_evaluation(step - 1, await source.evaluate(generator))
+                await run.evaluate_if_due(step - 1, lambda: source.evaluate(generator))
                 clock = run.begin_step(step)
                 with clock("wait"):
                     groups = await rollouts.take()

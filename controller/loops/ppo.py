@@ -55,8 +55,7 @@ async def train(config: PPOConfig, folder: RunFolder, console: Console) -> None:
         async with run.steps(policy=trainer, critic=critic) as steps:
             await generator.pull_model_state_dict(await trainer.push_model_state_dict())
             for step in steps:
-                if (step - 1) % config.evaluate_every == 0:
-                    run.log_evaluation(step - 1, await source.evaluate(generator))
+                await run.evaluate_if_due(step - 1, lambda: source.evaluate(generator))
                 clock = run.begin_step(step)
                 with clock("generate"):
                     groups = await source.sample(generator, step, config.group_size)
@@ -77,6 +76,7 @@ async def train(config: PPOConfig, folder: RunFolder, console: Console) -> None:
                             updates.append((await asyncio.gather(policy_step, critic_step))[0])
                     with clock("push"):
                         version = await trainer.push_model_state_dict()
+                    await run.evaluated()
                     with clock("pull"):
                         await generator.pull_model_state_dict(version)
                     learned, output, losses = merge_minibatches(parts, outputs)

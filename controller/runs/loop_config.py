@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from controller.hosts.host_groups import Hosts
 from controller.runs.console import Console
@@ -22,6 +22,7 @@ from trainer.config import TrainerConfig
 Loop: TypeAlias = Callable[[Any, RunFolder, Console], Coroutine[Any, Any, None]]
 """A loop: `train(config, folder, console)` trains a model. The processes it starts end before it does."""
 OnFailure = Literal["restart", "stop"]
+Evaluated = Literal["between", "beside"]
 _OPTIMIZERS = {"adamw": AdamParams, "muon": MuonParams}
 LossConfig: TypeAlias = Mapping[str, float | str]
 """A loss's options by name."""
@@ -160,8 +161,13 @@ class RolloutLoopConfig(LoopConfig):
     placement: Placement = "split"
     """Which GPUs trainers and generator use: "split" gives each its own; "colocated" gives all of them the first ones,
     and they take turns: see `docs/memory.md`. A loop that trains and samples at the same time gains nothing by it."""
-    records_routes: ClassVar[bool] = True
+    evaluation: Evaluated = "between"
+    """When held-out problems are sampled: "between" two steps, or "beside" the trainer's work in a step, while the
+    generator has nothing else to do. Both measure the same weights, and training is the same to the last digit."""
+    records_routes = True
     """Whether the loop's data have the routes of its completions."""
+    rests_while_training = True
+    """Whether the loop's generator has nothing to do while its trainer works, and its page awaits `Run.evaluated`."""
     env_time_limit_s: float | None = None
     """Longest that one call of the environment may take; a longer one costs its rollout. None: what the environment
     says (`call_time_limit_s`), and 60 s if it says nothing."""
@@ -171,6 +177,10 @@ class RolloutLoopConfig(LoopConfig):
         LoopConfig.__post_init__(self)  # super() does not know a class with slots
         require_env(self.env)
         check_known("placement", self.placement, get_args(Placement))
+        check_known("evaluation", self.evaluation, get_args(Evaluated))
+        if self.evaluation == "beside" and (self.placement == "colocated" or not self.rests_while_training):
+            why = "is colocated and has no GPU then" if self.rests_while_training else "of this loop is busy then"
+            raise ValueError(f"evaluation is 'beside' the trainer's work, and the generator {why}; use 'between'")
         for part in fields(self):  # the generator and every trainer: the policy's, a critic's, a teacher's
             if isinstance(value := getattr(self, part.name), TrainerConfig | GeneratorConfig):
                 self._set(part.name, replace(value, placement=self.placement))
@@ -207,7 +217,7 @@ class GroupLoopConfig(RolloutLoopConfig):
     """A name that `ownloop list --losses` shows, or a function as "module:function"."""
     loss_config: LossConfig = field(default_factory=dict[str, float | str])
     """The loss's options, and the options that all policy losses share (`rl.losses.shared`), by name."""
-    loss_inputs: ClassVar[tuple[str, ...]] = ("logprobs", "advantages")
+    loss_inputs = ("logprobs", "advantages")
     """What the loop's datums hold for the loss. A loop that adds others, such as `old_logprobs`, names them too."""
 
     def __post_init__(self) -> None:

@@ -40,6 +40,8 @@ class RolloutSource:
         for name, each in self._held_out.items():
             sampling = each.sampling or self.sampling
             check_prompts_fit(self.renderer, self._held_out_problems[name], config.generator, sampling)
+        self.problems: Mapping[str, Problem] = {}
+        """The problems of the groups that were sampled last, by id."""
         self._config = config
         self._time_limit_s = config.env_time_limit_s or time_limit_of(config.env)
         self._recording = config.env if isinstance(config.env, RecordedEnv) else None
@@ -78,6 +80,7 @@ class RolloutSource:
         if self._recording is not None:
             return [self.renderer.read_again(group) for group in self._recording.train_groups(start, count)]
         problems = self._config.env.train_problems(self._config.seed, start, count)
+        self.problems = {problem.id: problem for problem in problems}
         seeded = replace(self.sampling, seed=seed)
         return await rollout_groups(
             generator, self.renderer, problems, seeded, num_samples, time_limit_s=self._time_limit_s

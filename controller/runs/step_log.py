@@ -15,7 +15,7 @@ from controller.runs.loggers import Observer, RunLoggers
 from controller.runs.metric_rows import metric_rows
 from rl.algorithms.metrics import PhaseClock, logprob_mismatch, loss_metrics, num_completion_tokens, rollout_metrics
 from rl.rollouts.evaluation import Evaluation, Interval, Measurement
-from rl.system.timeline import show_progress_with
+from rl.system.timeline import collect_gauges, show_progress_with
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
 _NUM_SAMPLES = 3
@@ -47,6 +47,7 @@ class StepLog:
         self._loggers = RunLoggers(log, folder, config, console.warn)
         self._observers: list[Observer] = [each.load()(folder) for each in entry_points(group="ownloop.observers")]
         show_progress_with(console.progress)
+        self._take_gauges = collect_gauges()
         self._start = time.monotonic()
         self._first_evaluation: Evaluation | None = None
         self._last_evaluation: Evaluation | None = None
@@ -148,9 +149,8 @@ class StepLog:
         self._last_evaluation = evaluation
         self._console.evaluation(_label(step), evaluation)
         sets = evaluation.sets.items()
-        self._log_intervals(
-            step, {f"{set_}{name}": each for set_, part in sets for name, each in part.intervals.items()}
-        )
+        intervals = {f"{set_}{name}": each for set_, part in sets for name, each in part.intervals.items()}
+        self._log_intervals(step, intervals, eval_version=evaluation.version)
         for prefix, part in sets:
             self._loggers.log_rollouts(step, part.groups, split=f"eval_{prefix}".rstrip("_"))
             self._warn_of_failures(f"evaluation {prefix}{_label(step)}", part.groups)
@@ -167,8 +167,8 @@ class StepLog:
         for observer in self._observers:
             observer.after_evaluation({name: name for name in measurements})
 
-    def _log_intervals(self, step: int, intervals: Mapping[str, Interval]) -> None:
-        row = {"step": float(step)}
+    def _log_intervals(self, step: int, intervals: Mapping[str, Interval], **more: float) -> None:
+        row = {"step": float(step), **more}
         for name, interval in intervals.items():
             row |= {
                 f"eval_{name}": interval.mean,
@@ -208,7 +208,7 @@ class StepLog:
         return f"{solved}{subject} {'; '.join(changes)} {took}." if changes else f"{solved}Finished {took}."
 
     def _write_step(self, step: int, groups: Sequence[Group], metrics: dict[str, float]) -> None:
-        row = {"step": float(step), **metrics}
+        row = {"step": float(step), **self._take_gauges(), **metrics}
         self._count(row)
         self._loggers.log_metrics(row)
         self._loggers.log_rollouts(step, groups)

@@ -6,7 +6,7 @@ user its state, and saves and restores checkpoints. It knows nothing of the algo
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,27 @@ from rl.rollouts.evaluation import Evaluation, Measurement
 from rl.system.hardware import without_walking_what_exists
 from rl.system.timeline import report_progress
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
+
+
+class _Evaluation:
+    """The next evaluation of a run."""
+
+    due: Callable[[], Awaitable[None]] | None = None
+    running: asyncio.Future[None] | None = None
+
+    def begin(self, phase: str) -> None:
+        """Begins it, if it is due, with a phase in which the trainer works."""
+        if phase in ("forward", "forward_backward") and self.due is not None:
+            self.running, self.due = asyncio.ensure_future(self.due()), None
+            # If the loop ends by an error, the processes end too, and nothing waits for the evaluation.
+            self.running.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def over(self) -> None:
+        """Waits for it. Begins it if it is due, as in a step without an update."""
+        self.begin("forward")
+        if self.running is not None:
+            running, self.running = self.running, None
+            await running
 
 
 class Run:
@@ -48,6 +69,7 @@ class Run:
         self._checkpoints: Checkpoints | None = None
         self._step = 0
         self._clock = PhaseClock()
+        self._evaluation = _Evaluation()
 
     @property
     def log_dir(self) -> Path:
@@ -100,8 +122,31 @@ class Run:
     def begin_step(self, step: int) -> PhaseClock:
         """Starts the clock of a step: `with clock("generate"): ...` adds to the step's `seconds_generate`."""
         self._step = step
-        self._clock = PhaseClock()
+        self._clock = PhaseClock(on_begin=self._evaluation.begin)
         return self._clock
+
+    async def evaluate_if_due(self, step: int, evaluate: Callable[[], Awaitable[Evaluation]]) -> None:
+        """Evaluates after 0, `evaluate_every`, ... steps, and records the result.
+
+        With `evaluation="beside"` it begins with the first phase of the next step in which the trainer works.
+        """
+
+        async def evaluation() -> None:
+            self.log_evaluation(step, await evaluate())
+
+        if step % self._config.evaluate_every == 0:
+            self._evaluation.due = evaluation
+            if getattr(self._config, "evaluation", "between") == "between":
+                await self._evaluation.over()
+
+    async def evaluated(self) -> None:
+        """Waits until the evaluation that is due is over. A loop awaits it before a pull: it measures one version.
+
+        The generator samples for training at no other time, so that training rollouts share no batch with it.
+        """
+        if self._evaluation.due or self._evaluation.running:
+            with self._clock("evaluate"):
+                await self._evaluation.over()
 
     def end_step(
         self,
@@ -129,6 +174,7 @@ class Run:
         `TrainingStoppedError`, with the run saved, after too many steps in a row without an update.
         """
         assert self._checkpoints is not None, "Run.steps names the trainers to save; enter it before the first step"
+        await self.evaluated()
         await self._checkpoints.after_step(self._step, **values)
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:

@@ -24,15 +24,18 @@ class PhaseClock:
     with clock("generate"): ...
     """
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        """Starts the step."""
-        self._now = now
+    def __init__(
+        self, now: Callable[[], float] = time.perf_counter, on_begin: Callable[[str], None] = lambda _phase: None
+    ) -> None:
+        """Starts the step. `on_begin` is called with the name of each phase that begins."""
+        self._now, self._on_begin = now, on_begin
         self._start = now()
         self._phases: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Generator[None]:
         """Adds the duration of the `with` block to a phase."""
+        self._on_begin(phase)
         start = self._now()
         try:
             with span(CONTROLLER, phase):

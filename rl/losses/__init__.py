@@ -26,13 +26,14 @@ from rl.checks import check_at_least, check_known, did_you_mean, errors_of_user_
 from rl.losses.functions import cispo, cross_entropy, dro, gspo, importance_sampling, ppo
 from rl.losses.functions import value as value_loss
 from rl.losses.shared import (
-    ENTROPY_OPTIONS,
     IMPORTANCE_OPTIONS,
     KL_OPTIONS,
+    TERM_OPTIONS,
     LossFunction,
     LossInputs,
     Metrics,
     SharedOptions,
+    with_observations,
 )
 from rl.types import Datum, Head
 
@@ -54,7 +55,7 @@ _NEEDED_FOR = {
 }
 """Loss input -> what a user can do who did not know that an option asks for it."""
 _INPUTS = ("logprobs", "advantages")
-_OPTIONS = (*KL_OPTIONS, *ENTROPY_OPTIONS, *IMPORTANCE_OPTIONS)
+_OPTIONS = (*KL_OPTIONS, *TERM_OPTIONS, *IMPORTANCE_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,7 @@ class Loss:
         `scores` [S] are log-probs, or values if the model has a value head; `entropy` is then None.
         """
         self.check_inputs(inputs.arrays)
+        observed = self.shared.of_observations(scores, inputs) if self.shared.observation_coef > 0 else None
         rows, inputs = inputs.counted()
         scores, entropy = scores[rows], None if entropy is None else entropy[rows]
         function = partial(self.function, **self.options)
@@ -97,6 +99,8 @@ class Loss:
             loss, metrics = self.shared.apply(function, scores, entropy, inputs)
         else:
             loss, metrics = function(scores, entropy, inputs)
+        if observed is not None:
+            loss, metrics = loss + self.shared.observation_coef * observed, {**metrics, "observation_loss": observed}
         if reserved := sorted(RESERVED_METRICS & metrics.keys()):
             raise ValueError(
                 f"loss {self.name!r} returned a metric {reserved[0]!r}, which the trainer reports; rename it"
@@ -121,6 +125,8 @@ class Loss:
 
     def prepared(self, batch: Sequence[Datum]) -> Sequence[Datum]:
         """The batch with the inputs that the loss derives from the whole of it; most losses derive none."""
+        if self.shared.observation_coef > 0:
+            batch = with_observations(batch)
         if self.prepare is None or not batch:
             return batch
         for datum in batch:
@@ -172,7 +178,7 @@ LOSSES: Mapping[str, Loss] = {
         Loss(name="ppo", function=ppo, required_inputs=_INPUTS, takes=_OPTIONS, clips=True),
         Loss(name="cispo", function=cispo, required_inputs=_INPUTS, takes=_OPTIONS, clips=True),
         # DRO has no importance ratio that a correction could change.
-        Loss(name="dro", function=dro, required_inputs=_INPUTS, takes=(*KL_OPTIONS, *ENTROPY_OPTIONS)),
+        Loss(name="dro", function=dro, required_inputs=_INPUTS, takes=(*KL_OPTIONS, *TERM_OPTIONS)),
         Loss(name="gspo", function=gspo, required_inputs=_INPUTS, takes=_OPTIONS, clips=True),
         Loss(name="value", function=value_loss, required_inputs=("old_values", "returns"), head="value"),
     )

@@ -7,6 +7,7 @@ the ratio of a whole sequence. A mean over sequences needs the normaliser `seque
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,9 @@ from numpy.typing import NDArray
 from rl.losses import Loss
 from rl.losses.functions import gspo, ppo
 from rl.losses.shared import (
-    ENTROPY_OPTIONS,
     IMPORTANCE_OPTIONS,
     KL_OPTIONS,
+    TERM_OPTIONS,
     LossFunction,
     LossInputs,
     Metrics,
@@ -289,7 +290,42 @@ def _with_selected(batch: Sequence[Datum], selected: NDArray[np.int64]) -> list[
     return with_inputs(batch, **{_SELECTED: arrays})
 
 
-_POLICY = (*KL_OPTIONS, *ENTROPY_OPTIONS, *IMPORTANCE_OPTIONS)
+def reverse_kl(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+    """sum w (exp(p) (p - f) - exp(p) + exp(f)): KL(student || teacher), with f = `teacher_logprobs`.
+
+    A position has a datum for each of its words. No word's term is negative; over all words the last two cancel, and
+    the sum is the KL divergence. Over some, as the most probable ones, it is a lower bound, which is 0 where p = f.
+    On-policy distillation, eq. 3 of GKD, https://arxiv.org/abs/2306.13649; the loop `distill` makes such a batch.
+    """
+    del entropy
+    p, f = _student_and_teacher(logprobs, inputs)
+    return (inputs.weights * (p.exp() * (p - f) - p.exp() + f.exp())).sum(), {}
+
+
+def forward_kl(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+    """sum w (exp(f) (f - p) - exp(f) + exp(p)): KL(teacher || student). Words and bound are as in `reverse_kl`."""
+    del entropy
+    p, f = _student_and_teacher(logprobs, inputs)
+    return (inputs.weights * (f.exp() * (f - p) - f.exp() + p.exp())).sum(), {}
+
+
+def jensen_shannon(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+    """sum w/2 (exp(p) (p - m) + exp(f) (f - m)), with m = log((exp(p) + exp(f)) / 2): between the two directions.
+
+    Words and bound are as in `reverse_kl`. Eq. 1 of GKD, https://arxiv.org/abs/2306.13649, with its beta at 1/2.
+    """
+    del entropy
+    p, f = _student_and_teacher(logprobs, inputs)
+    middle = p.logaddexp(f) - math.log(2)
+    return 0.5 * (inputs.weights * (p.exp() * (p - middle) + f.exp() * (f - middle))).sum(), {}
+
+
+def _student_and_teacher(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """[S] log-probs in float64; rounding may put one above 0."""
+    return logprobs.double().clamp(max=0.0), inputs["teacher_logprobs"].double().clamp(max=0.0)
+
+
+_POLICY = (*KL_OPTIONS, *TERM_OPTIONS, *IMPORTANCE_OPTIONS)
 
 
 def _policy_loss(function: LossFunction, **fields: Any) -> Loss:
@@ -309,5 +345,9 @@ LOSSES: Mapping[str, Loss] = {
 } | {
     "clip_cov": _policy_loss(clip_cov, prepare=select_for_clip_cov),
     "kl_cov": _policy_loss(kl_cov, prepare=select_for_kl_cov),
+    **{
+        function.__name__: Loss(name=function.__name__, function=function, required_inputs=("teacher_logprobs",))
+        for function in (reverse_kl, forward_kl, jensen_shannon)
+    },
 }
 """The losses of this file by name."""

@@ -1,4 +1,4 @@
-"""The inputs of a loss, and the options that all policy losses share: importance correction, KL penalty, entropy bonus.
+"""The inputs of a loss, and the options that policy losses share: importance correction, KL, entropy, observations.
 
 The options change a loss's inputs or add to its result, so that no loss needs to know them. Legend: S scored positions;
 p = the trainer's log-prob of the sampled token, with gradient; q = the generator's, the input `logprobs`; o = the
@@ -9,14 +9,14 @@ trainer's when the token was sampled, `old_logprobs`; f = a frozen reference mod
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
 from rl.checks import check_known
-from rl.types import REPORTED_WEIGHT
+from rl.types import REPORTED_WEIGHT, Datum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 ImportanceMode = Literal["truncate", "mask"]
 ImportanceLevel = Literal["token", "sequence", "geometric"]
 KL_OPTIONS = ("kl_coef", "kl_estimator")
-ENTROPY_OPTIONS = ("entropy_coef",)
+TERM_OPTIONS = ("entropy_coef", "observation_coef")
 IMPORTANCE_OPTIONS = (
     *("importance_cap", "importance_floor", "importance_mode", "importance_level"),
     "off_policy_sequence_threshold",
@@ -91,6 +91,9 @@ class SharedOptions:
     """The estimator k. `kl_terms` explains the value and the gradient of each."""
     entropy_coef: float = 0.0
     """Entropy bonus: adds -entropy_coef * sum w H, where H is the entropy of the next-token distribution."""
+    observation_coef: float = 0.0
+    """Adds -observation_coef * sum p over observations, the tokens between the sampled ones of a datum: in episodes of
+    several turns the policy also learns what its environment says. Known as ECHO."""
     importance_cap: float = 0.0
     """Above 0, corrects the train-inference mismatch: each token's term is multiplied by an importance ratio without
     gradient, and the loss computes its own ratio to the trainer's old policy instead of the generator's.
@@ -176,6 +179,10 @@ class SharedOptions:
                 total = total - self.entropy_coef * (inputs.weights * entropy).sum()
         return total, {**metrics, **own_metrics}
 
+    def of_observations(self, logprobs: Tensor, inputs: LossInputs) -> Tensor:
+        """The sum of -p over observations, which `with_observations` has marked."""
+        return -(logprobs * inputs["observations"]).sum()
+
     def _corrected(self, logprobs: Tensor, inputs: LossInputs) -> tuple[LossInputs, Tensor]:
         """The inputs with o in place of q and the multiplier in the weights; also the number of capped multipliers."""
         old = inputs.arrays.get("old_logprobs", logprobs)
@@ -197,6 +204,23 @@ class SharedOptions:
         left_out = (distance > self.off_policy_sequence_threshold) & (inputs["advantages"] < 0)
         arrays = {**inputs.arrays, "weights": inputs.weights.masked_fill(left_out, 0.0)}
         return replace(inputs, arrays=arrays), left_out.sum()
+
+
+def with_observations(batch: Sequence[Datum]) -> list[Datum]:
+    """The batch with the input `observations`: 1 for tokens that were not sampled, after the first that was.
+
+    They get the weight of positions that are only reported, so they count in no other sum and in no number of tokens.
+    """
+    marked: list[Datum] = []
+    for datum in batch:
+        sampled = np.flatnonzero(datum.counted)
+        observed = datum.weights == 0
+        observed[: sampled[0] if len(sampled) else None] = False
+        observed[sampled[-1] if len(sampled) else 0 :] = False
+        inputs = {"weights": np.where(observed, np.float32(REPORTED_WEIGHT), datum.weights)}
+        inputs["observations"] = observed.astype(np.float32)
+        marked.append(replace(datum, loss_inputs={**datum.loss_inputs, **inputs}))
+    return marked
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:

@@ -47,6 +47,12 @@ class Evaluation:
         return {"": self, **{f"{name}_": each for name, each in self.others.items()}}
 
     @property
+    def version(self) -> float:
+        """The policy version that sampled the answers, the lowest if there were several; NaN without an answer."""
+        turns = (turn for group in self.groups for rollout in group.rollouts for turn in rollout.turns)
+        return min((float(version) for turn in turns for version in turn.completion.versions), default=math.nan)
+
+    @property
     def rewards(self) -> NDArray[np.float64]:
         """[P] mean reward of each problem that has at least one rollout."""
         return np.array([group.rewards.mean() for group in self._scored])

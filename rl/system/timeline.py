@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -31,6 +31,7 @@ _LONGEST_WRITE = 1 << 24  # bytes at the file's end among which a whole event is
 
 _active: ContextVar["Timeline | None"] = ContextVar("timeline", default=None)
 _show: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("progress", default=None)
+_gauges: ContextVar[dict[str, list[float]] | None] = ContextVar("gauges", default=None)
 
 
 @dataclass(slots=True)
@@ -89,6 +90,12 @@ class Timeline:
                     {"ph": "X", "name": name, "pid": row.number, "tid": lane, "ts": begun / 1e3, "dur": lasted / 1e3}
                 )
 
+    def count(self, process: str, values: Mapping[str, float]) -> None:
+        """Records numbers of a process as they are now, which viewers draw as curves."""
+        with self._guard:
+            event = {"ph": "C", "name": "load", "pid": self._process(process).number, "ts": time.time_ns() / 1e3}
+            self._events.append({**event, "args": dict(values)})
+
     def write(self) -> None:
         """Appends what was recorded since the last time. Raises `RecordingError`."""
         with self._guard:
@@ -138,6 +145,31 @@ def span(process: str, name: str) -> Generator[None]:
     else:
         with timeline.record(process, name):
             yield
+
+
+def gauge(process: str, values: Mapping[str, float]) -> None:
+    """Adds numbers of a process to the timeline and to the step's metrics of the run that this code belongs to."""
+    if (timeline := _active.get()) is not None and values:
+        timeline.count(process, values)
+    if (gauges := _gauges.get()) is not None:
+        for name, value in values.items():
+            gauges.setdefault(name, []).append(value)
+
+
+def collect_gauges() -> Callable[[], dict[str, float]]:
+    """Makes `gauge` collect, in this context and in all tasks that are made in it. Returns what takes the numbers out.
+
+    Of several values since the last time, a name that ends in `_max` has the largest and any other their mean.
+    """
+    gauges: dict[str, list[float]] = {}
+    _gauges.set(gauges)
+
+    def take() -> dict[str, float]:
+        taken = {name: max(v) if name.endswith("_max") else sum(v) / len(v) for name, v in gauges.items()}
+        gauges.clear()
+        return taken
+
+    return take
 
 
 def show_progress_with(show: Callable[[str, int, int], None]) -> None:

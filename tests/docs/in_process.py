@@ -20,6 +20,7 @@ from controller.handles.adapters import POLICY, BoundGenerator
 from controller.launching.launcher import Launcher
 from generator.config import GeneratorConfig
 from rl.lora import LivePolicy, Policy
+from rl.system.timeline import gauge
 from rl.tiny_models import tiny_llama
 from rl.types import AdamParams, Completion, Datum, ForwardBackwardOutput, OptimStepOutput, PullMode, SamplingParams
 from tests.trainer.engine_trainer import EngineTrainer
@@ -96,6 +97,8 @@ class InProcessGenerator:
         weights = self._published[policy, version]
         head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])  # the embedding's, where it is tied
         self._served[(policy, version) if frozen else policy] = version, {**weights, "lm_head.weight": head}
+        names = ("engine_running_max", "engine_waiting_max", "engine_kv_use_max", "engine_prefix_hits")
+        gauge("generator", dict.fromkeys(names, 0.5))
 
     async def drop_policy(self, policy: Policy) -> None:
         """See `rl.protocols.Generator`."""

@@ -217,6 +217,20 @@ def test_more_requests_than_places_all_finish(engine: GenerationEngine) -> None:
     assert [len(group) for group in groups] == [2] * 20
 
 
+def test_the_load_has_what_ran_what_waited_and_what_was_cached(engine: GenerationEngine) -> None:
+    places, sampling = engine.llm.vllm_config.scheduler_config.max_num_seqs, SamplingParams(max_tokens=3)
+    engine.load.take()
+    _generate(engine, PROMPT, sampling, 2 * places)
+    load = engine.load.take()
+    assert load["engine_running_max"] == places
+    assert load["engine_waiting_max"] >= 1
+    assert 0 < load["engine_kv_use_max"] <= 1
+    assert engine.load.take() == {}
+    _generate(engine, PROMPT, sampling)  # all of its whole blocks are there
+    size = engine.llm.vllm_config.cache_config.block_size
+    assert engine.load.take()["engine_prefix_hits"] == (len(PROMPT) - 1) // size * size / len(PROMPT)
+
+
 def test_seeded_prompts_longer_than_a_batch_end_no_engine(engine: GenerationEngine) -> None:
     async def main() -> None:
         sampling = SamplingParams(max_tokens=2, seed=0)

@@ -34,7 +34,7 @@ class EngineTrainer:
     ) -> ForwardBackwardOutput:
         """See `rl.protocols.Trainer`."""
         checked = get_loss(loss, loss_config)
-        return self.engine.forward_backward(self._cut(batch, checked.required_inputs), checked)
+        return self.engine.forward_backward(self._cut(checked.prepared(batch), checked.required_inputs), checked)
 
     async def forward(self, batch: Sequence[Datum], *, entropy: bool = False) -> ForwardBackwardOutput:
         """See `rl.protocols.Trainer`."""

@@ -54,6 +54,7 @@ _CURVES = (
     ("grad_norm", "", "norm of the gradient"),
     ("learning_rate", "", "learning rate"),
 )
+_NO_CURVE = ("step", "time", "schema_version")
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 _NOT_A_PHASE = ("seconds_step", "seconds_environment_max", "seconds_engine_max")
 _SUMMARY = ("model", "seed", "learning_rate", "num_steps", "prompts_per_step", "group_size", "loss", "advantage")
@@ -100,12 +101,14 @@ def report_contents(run: Path, decode: Decode | None = None, command: str = "") 
         "done": int(max((row["step"] for row in rows), default=0)),
         "warnings": [[warned.rule, warned.text] for warned in warnings_of(rows, run / ROLLOUTS)],
         "curves": [curve for names in _CURVES if (curve := _curve(rows, *names))],
+        "other_curves": _other_curves(rows),
         "phases": _phases(steps),
         "memory": [curve for name in memory if (curve := _memory(rows, name))],
         "timeline": _timeline(run / TIMELINE, steps),
         "evaluations": evaluation_samples(run / ROLLOUTS, decode),
         "mismatch": mismatch_samples(run, decode),
         "sessions": session_trees(run),
+        "profiles": sorted(f"logs/{file.name}" for file in (run / "logs").glob("profile-*.json.gz")),
     }
 
 
@@ -159,6 +162,19 @@ def _curve(rows: Sequence[Mapping[str, float]], training: str, held_out: str, la
     if not points and not evaluated:
         return None
     return {"name": training, "label": label, "points": _thinned(points), "held_out": _thinned(evaluated)}
+
+
+def _other_curves(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+    """A curve of every metric that has no other one, with its values on held-out data if there are some."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    held_out = [name for name in names if f"{name}_low" in names]
+    hidden = {*_NO_CURVE, *(f"{name}{end}" for name in held_out for end in ("", "_low", "_high"))}
+    pairs = [(name, f"eval_{name}") for name in names if name not in hidden]
+    trained = {name for _, name in pairs}
+    pairs += [("", name) for name in held_out if name not in trained]
+    shown = {name for training, evaluated, _ in _CURVES for name in (training, evaluated) if name}
+    curves = (_curve(rows, *pair, pair[0] or pair[1]) for pair in pairs if not shown.intersection(pair))
+    return [curve for curve in curves if curve is not None]
 
 
 def _phases(steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from rl.envs.even_words import EvenWords
 from rl.envs.procedural import TextProblem
 from rl.tiny_models import SERVABLE, tiny_qwen2
 from rl.types import SamplingParams
+from tests.generator.served_models import served_llama
 from trainer.config import TrainerConfig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process", "smollm2")]
@@ -90,3 +91,33 @@ def test_in_float32_trainer_and_generator_compute_the_same(tmp_path: Path) -> No
     for row in steps:  # the second step's tokens were sampled from weights that were pushed
         assert row["logprob_mismatch_max"] <= 1e-4
         assert row["ratio_mean"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_vllm_samples_the_same_with_evaluations_beside(tmp_path: Path) -> None:
+    """Requests of an evaluation are in no batch with those of training, so that even rounding is the same."""
+    model = served_llama(tmp_path / "model", tied=True)
+    runs: list[list[dict[str, float]]] = []
+    for evaluation in ("between", "beside"):
+        config = GRPOConfig(
+            model=str(model),
+            env=EvenWords(),
+            trainer=TrainerConfig(compute_dtype="float32", max_tokens_per_microbatch=512),
+            generator=GeneratorConfig(dtype="bfloat16", max_model_len=64, max_num_seqs=32),
+            sampling=SamplingParams(max_tokens=8),
+            evaluation=evaluation,  # type: ignore[arg-type]
+            num_steps=4,
+            prompts_per_step=4,
+            group_size=4,
+            learning_rate=3e-3,
+            num_eval=48,
+            evaluate_every=1,
+            checkpoint_every=0,
+        )
+        folder = RunFolder(tmp_path / evaluation, config)
+        asyncio.run(grpo.train(config, folder, Console(io.StringIO())))
+        runs.append(folder.metrics())
+    of_time = ("seconds_", "memory_", "time", "mfu", "engine_", "training_tokens_", "generation_tokens_", "push_bytes")
+    between, beside = ([{k: v for k, v in row.items() if not k.startswith(of_time)} for row in run] for run in runs)
+    assert sum("seconds_evaluate" in row for row in runs[1]) == 4
+    assert beside == between

@@ -211,8 +211,12 @@ def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> 
     )
     with pytest.raises(ValueError, match=r"[Ee]nv"):
         replace(distilled, env=object())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"discount is 2; it must be in \[0, 1\]"):
-        replace(distilled, discount=2)
+    with pytest.raises(ValueError, match=r"teacher is 'self' and lesson.hint is 'none'"):
+        replace(distilled, teacher="self")
+    with pytest.raises(
+        ValueError, match=r"evaluation is 'beside' the trainer's work, and the generator of this loop is"
+    ):
+        replace(distilled, evaluation="beside")
     with pytest.raises(ValueError, match=r"sampling.temperature is 0.0; training rollouts need at least 0.01"):
         replace(distilled, sampling=SamplingParams(max_tokens=8, temperature=0.0))
     actor_critic: dict[str, Any] = {**common, "group_size": 1, "critic_learning_rate": 1e-3, "ppo": PPOParams()}

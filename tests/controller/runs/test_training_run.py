@@ -5,6 +5,7 @@ Covers: controller/runs/training_run.py, controller/runs/__init__.py
 
 import asyncio
 import io
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,8 @@ from rl.protocols import Trainer
 from rl.rollouts.evaluation import Evaluation, Measurement
 from rl.types import Datum, ForwardBackwardOutput, OptimStepOutput
 from tests.controller.runs.test_checkpoints import FileTrainer
+from tests.docs.in_process import launch_in_process
+from tests.docs.loop_runs import run_loop
 from trainer.config import TrainerConfig
 
 CONFIG = LoopConfig(
@@ -100,3 +103,63 @@ def test_a_page_that_forgets_its_steps_is_told(tmp_path: Path) -> None:
     run.begin_step(1)
     with pytest.raises(AssertionError, match=r"Run\.steps names the trainers to save"):
         asyncio.run(run.checkpoint_if_due())
+
+
+@pytest.mark.parametrize("loop", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dapo", "ppo"))])
+def test_an_evaluation_beside_training_changes_no_metric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str
+) -> None:
+    """Neither of training nor of the evaluation, whose version is that of its step."""
+    launch_in_process(monkeypatch, tmp_path / "cache")
+    runs: dict[str, list[dict[str, float]]] = {}
+    for evaluation in ("between", "beside"):
+        run_loop(loop, tmp_path / evaluation, evaluation=evaluation, num_steps=2, evaluate_every=1)
+        text = (tmp_path / evaluation / "metrics.jsonl").read_text()
+        runs[evaluation] = [json.loads(line) for line in text.splitlines()]
+    assert ["seconds_evaluate" in row for row in runs["beside"] if "loss" in row] == [True] * 2
+    assert [row["step"] for row in runs["beside"] if "eval_reward" in row] == [0, 1, 2]
+    of_time = ("seconds_", "memory_", "time", "mfu", "training_tokens_", "generation_tokens_", "engine_")
+    plain = {
+        name: [{key: value for key, value in row.items() if not key.startswith(of_time)} for row in rows]
+        for name, rows in runs.items()
+    }
+    assert plain["beside"] == plain["between"]
+    versions = {row["step"]: row["eval_version"] for row in plain["beside"] if "eval_version" in row}
+    assert versions == {0: 0, **{row["step"]: row["policy_version"] for row in plain["beside"] if "loss" in row}}
+
+
+def test_an_evaluation_is_over_before_a_pull_and_a_save(tmp_path: Path) -> None:
+    class Beside(LoopConfig):
+        evaluation = "beside"
+
+    config = Beside(model="", trainer=TrainerConfig(), num_steps=4, learning_rate=0.0, evaluate_every=1)
+    run, happened = Run(config, RunFolder(tmp_path / "a", config), Console(io.StringIO())), list[str]()
+
+    async def evaluate() -> Evaluation:
+        happened.append("begins")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        happened.append("ends")
+        return Evaluation(groups=())
+
+    async def main() -> None:
+        async with run.steps(policy=cast(Trainer, FileTrainer())) as steps:
+            for step in steps:
+                await run.evaluate_if_due(step - 1, evaluate)
+                clock = run.begin_step(step)
+                with clock("generate"):
+                    await asyncio.sleep(0)
+                    happened.append("sampled")
+                if step % 2:  # the other steps make no update
+                    with clock("forward_backward"):
+                        await asyncio.sleep(0)
+                        happened.append("trained")
+                    await run.evaluated()
+                    happened.append("pulled")
+                    end_step(run, step)
+                else:
+                    run.end_step_without_update()
+                await run.checkpoint_if_due()
+
+    asyncio.run(main())
+    assert happened == ["sampled", "begins", "trained", "ends", "pulled", "sampled", "begins", "ends"] * 2

@@ -109,6 +109,23 @@ def _kl_cov(p: Array, inputs: LossInputs, held: Array) -> float:
     return float(-np.sum(w * (np.exp(p - q) * a - inputs["selected"].numpy() * np.abs(p - q))))
 
 
+def _reverse_kl(p: Array, inputs: LossInputs, held: Array) -> float:
+    w, f = inputs.weights.numpy(), inputs["teacher_logprobs"].numpy()
+    return float(np.sum(w * (np.exp(p) * np.log(np.exp(p) / np.exp(f)) - np.exp(p) + np.exp(f))))
+
+
+def _forward_kl(p: Array, inputs: LossInputs, held: Array) -> float:
+    w, f = inputs.weights.numpy(), inputs["teacher_logprobs"].numpy()
+    return float(np.sum(w * (np.exp(f) * np.log(np.exp(f) / np.exp(p)) - np.exp(f) + np.exp(p))))
+
+
+def _jensen_shannon(p: Array, inputs: LossInputs, held: Array) -> float:
+    w, f = inputs.weights.numpy(), inputs["teacher_logprobs"].numpy()
+    student, teacher = np.exp(p), np.exp(f)
+    middle = (student + teacher) / 2
+    return float(np.sum(w * (student * np.log(student / middle) + teacher * np.log(teacher / middle))) / 2)
+
+
 REFERENCES: dict[str, Callable[[Array, LossInputs, Array], float]] = {
     "dppo_tv": _tv,
     "dppo_kl": _kl,
@@ -120,14 +137,18 @@ REFERENCES: dict[str, Callable[[Array, LossInputs, Array], float]] = {
     "kimi_k25": _kimi_k25,
     "clip_cov": _clip_cov,
     "kl_cov": _kl_cov,
+    "reverse_kl": _reverse_kl,
+    "forward_kl": _forward_kl,
+    "jensen_shannon": _jensen_shannon,
 }
 
 
 def _case(seed: int, lengths: tuple[int, ...] = (7, 1, 12)) -> tuple[Array, LossInputs]:
     p, inputs = random_case(seed, lengths)
     p = np.minimum(p, -0.01)
-    selected = torch.from_numpy(np.random.default_rng(seed).integers(0, 2, len(p)).astype(float))
-    return p, replace(inputs, arrays={**inputs.arrays, "selected": selected})
+    rng = np.random.default_rng(seed)
+    more = {"selected": rng.integers(0, 2, len(p)).astype(float), "teacher_logprobs": -rng.exponential(size=len(p))}
+    return p, replace(inputs, arrays={**inputs.arrays, **{name: torch.from_numpy(x) for name, x in more.items()}})
 
 
 def test_every_loss_has_a_reference_and_is_found_by_name() -> None:
@@ -164,6 +185,7 @@ def test_no_difference_of_log_probs_makes_a_nan(name: str) -> None:
             p = torch.full((3,), min(difference, 0.0), requires_grad=True)
             arrays = {"logprobs": p.detach() - difference, "advantages": torch.full((3,), advantage)}
             arrays |= {"weights": torch.ones(3), "selected": torch.tensor([1.0, 0.0, 1.0])}
+            arrays["teacher_logprobs"] = arrays["logprobs"]
             inputs = LossInputs(arrays=arrays, datum_index=torch.zeros(3, dtype=torch.long), num_datums=1)
             loss, metrics = get_loss(name)(p, None, inputs)
             (gradient,) = torch.autograd.grad(loss, p)
@@ -181,6 +203,31 @@ def test_a_position_that_is_only_reported_changes_nothing(name: str) -> None:
     fewer = replace(inputs, arrays=arrays, datum_index=inputs.datum_index[kept])
     p[::3] = -700
     assert get_loss(name)(torch.tensor(p), None, inputs)[0] == get_loss(name)(torch.tensor(p)[kept], None, fewer)[0]
+
+
+@pytest.mark.parametrize("name", ["reverse_kl", "forward_kl", "jensen_shannon"])
+def test_terms_of_all_words_are_the_divergence(name: str) -> None:
+    """Of a distribution's words, as a gradient of its logits too; of some words they are at most that."""
+    logits, other = torch.from_numpy(np.random.default_rng(3).normal(size=(2, 40)))
+    logits.requires_grad_()
+    p, f = logits.log_softmax(0), other.log_softmax(0)
+    arrays = {"weights": torch.ones(40), "teacher_logprobs": f}
+    whole = LossInputs(arrays=arrays, datum_index=torch.zeros(40, dtype=torch.long), num_datums=1)
+    loss = get_loss(name)(p, None, whole)[0]
+    middle = ((p.exp() + f.exp()) / 2).log()
+    kl = torch.nn.functional.kl_div  # of (log q, log p): KL(p || q)
+    expected = {
+        "reverse_kl": kl(f, p, log_target=True, reduction="sum"),
+        "forward_kl": kl(p, f, log_target=True, reduction="sum"),
+        "jensen_shannon": sum(kl(middle, each, log_target=True, reduction="sum") for each in (p, f)) / 2,
+    }[name]
+    assert loss.item() == pytest.approx(float(expected), rel=1e-12)
+    gradients = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (loss, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
+    some = LossInputs(
+        arrays={key: array[:7] for key, array in arrays.items()}, datum_index=whole.datum_index[:7], num_datums=1
+    )
+    assert 0 < get_loss(name)(p[:7], None, some)[0] < loss
 
 
 def _batch() -> list[Datum]:

@@ -3,6 +3,7 @@
 Covers: rl/losses/shared.py
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.losses import LOSSES, get_loss
+from rl.data.packing import pack_row, shareable_prefix
+from rl.losses import LOSSES, Loss, get_loss
 from rl.losses.shared import KLEstimator, kl_terms
-from rl.types import REPORTED_WEIGHT
+from rl.types import REPORTED_WEIGHT, Datum
 from tests.rl.losses.cases import Array, one_datum, random_case, slopes, without
+from trainer.engines.pytorch.row_runner import loss_inputs
 
 POLICY_LOSSES = [name for name, loss in LOSSES.items() if "kl_coef" in loss.takes]
 CORRECTED_LOSSES = [name for name, loss in LOSSES.items() if "importance_cap" in loss.takes]
@@ -119,6 +122,41 @@ def test_the_multiplier_is_of_a_token_or_of_a_sequence(level: str, mode: str) ->
     loss, metrics = get_loss("importance_sampling", config)(torch.tensor(p), None, inputs)
     assert loss.item() == pytest.approx(-np.sum(w * multiplier * np.exp(p - o) * a))
     assert metrics["capped_tokens"] == outside.sum()
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "dro"])
+def test_observations_add_their_cross_entropy_and_nothing_else(name: str) -> None:
+    """In two datums of several turns; the prompt, and what follows the last answer, are no observations."""
+    weights = [np.array(each, np.float32) for each in ([0, 0, 1, 1, 0, 0, 1, 0], [1, 0, 2, 1])]
+    p, _ = random_case(2, (8, 4))
+    rows = np.split(p.astype(np.float32), [8])
+    batch = [
+        Datum(
+            tokens=np.arange(len(w)),
+            loss_inputs={"target_tokens": np.arange(len(w)), "weights": w, "logprobs": row - 0.1, "advantages": row},
+        )
+        for w, row in zip(weights, rows, strict=True)
+    ]
+    bare, loss = get_loss(name), get_loss(name, {"observation_coef": 0.3})
+    prepared = list(loss.prepared(batch))
+    assert [datum.num_loss_tokens for datum in prepared] == [3, 3]
+    assert shareable_prefix(prepared[0]).tolist() == [0, 1, 2]
+
+    def of(data: Sequence[Datum], which: Loss) -> tuple[torch.Tensor, Array, dict[str, torch.Tensor]]:
+        row = pack_row(data, share_prefixes=False)
+        index = row.datum_index * 8 + row.datum_position
+        logprobs = torch.tensor(p[index], requires_grad=True)
+        value, metrics = which(logprobs, None, loss_inputs(row, torch.device("cpu")))
+        (gradient,) = torch.autograd.grad(value, logprobs)
+        spread = np.zeros(12)
+        spread[index] = gradient.numpy()
+        return value, spread, metrics
+
+    (value, gradient, metrics), (without_them, its_gradient, _) = of(prepared, loss), of(batch, bare)
+    observed = [4, 5, 9]
+    assert (value - without_them).item() == pytest.approx(-0.3 * p[observed].sum())
+    assert metrics["observation_loss"].item() == pytest.approx(-p[observed].sum())
+    assert gradient - its_gradient == pytest.approx(np.where(np.isin(np.arange(12), observed), -0.3, 0.0))
 
 
 def test_sequences_far_off_policy_lose_their_negative_terms() -> None:

@@ -72,6 +72,8 @@ def test_what_a_report_holds(tmp_path: Path) -> None:
     assert [values[-1] for values in phases["series"].values()] == [1.5, 0.5, 1.0]
     assert [*phases["series"]] == ["generate", "push", "other"]
     assert [curve["label"] for curve in contents["memory"]] == ["forward"]
+    times = ["seconds_step", "seconds_generate", "seconds_push", "seconds_engine_max"]
+    assert [curve["label"] for curve in contents["other_curves"]] == [*times, "memory_peak_bytes_forward_max"]
     assert contents["timeline"]["processes"] == ["controller", "trainer"]
     (first, _) = contents["evaluations"]
     assert [answer["step"] for answer in first["answers"]] == [0, 10, 20]
