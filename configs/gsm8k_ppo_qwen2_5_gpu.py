@@ -16,7 +16,6 @@ def recipe() -> PPOConfig:
     https://verl.readthedocs.io/en/latest/algo/baseline.html. There an answer has to follow "####"; here the last number
     of an answer counts.
     """
-    trainer = TrainerConfig(max_tokens_per_microbatch=16384, compile=True)
     return PPOConfig(
         model="Qwen/Qwen2.5-0.5B-Instruct",
         env=MathProblems(
@@ -26,7 +25,7 @@ def recipe() -> PPOConfig:
             template='{question} Let\'s think step by step and output the final answer after "####".',
             answer_form="anywhere",
         ),
-        trainer=trainer,
+        trainer=TrainerConfig(max_tokens_per_microbatch=16384, compile=True),
         critic=TrainerConfig(head="value", max_tokens_per_microbatch=16384, compile=True),
         generator=GeneratorConfig(max_model_len=1024, max_num_seqs=256),
         sampling=SamplingParams(max_tokens=512),

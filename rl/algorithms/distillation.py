@@ -197,6 +197,8 @@ class Teachers:
         """What teachers read of a rollout; None without a hint, or without the room for it."""
         if self.lesson.hint == "none":
             return rollout
+        if group.problem_id not in problems:
+            raise ValueError("lesson.hint needs the problems of a step, which a replay has not; set it to 'none'")
         problem = problems[group.problem_id]
         if self.lesson.hint == "peer":
             best = max(group.rollouts, key=lambda each: each.reward)

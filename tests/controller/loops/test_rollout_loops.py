@@ -27,6 +27,7 @@ from controller.runs.recording import read_recording
 from generator.config import GeneratorConfig
 from rl.advantages import ADVANTAGES
 from rl.algorithms.actor_critic import PPOParams
+from rl.algorithms.distillation import Lesson
 from rl.data.sources import text_to_datum
 from rl.envs.even_words import EvenWords
 from rl.losses import token_mean
@@ -155,6 +156,28 @@ def test_distill_brings_the_student_nearer_to_its_teacher(tmp_path: Path) -> Non
     assert steps[-1]["kl_to_teacher"] < 0.7 * steps[0]["kl_to_teacher"]
     assert evaluations[1]["eval_reward_low"] > evaluations[0]["eval_reward_high"]  # the teacher's even words
     assert all(row["logprob_mismatch_max"] < 1e-3 for row in steps)  # each step's tokens are of the weights that learn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hint", ["answer", "peer"])
+def test_a_student_teaches_itself_over_words(tmp_path: Path, hint: str) -> None:
+    """The answer as a hint makes even words more probable; the student learns to be so without it."""
+    model = served_llama(tmp_path / "model", tied=True)
+    config = DistillConfig(
+        **_options(model),
+        teacher="self",
+        teacher_trainer=TRAINER,
+        lesson=Lesson(divergence="forward_kl", words=4, hint=hint, hint_text="{hint}"),  # type: ignore[arg-type]
+        num_steps=2,
+        prompts_per_step=4,
+        group_size=4,
+        learning_rate=1e-3,
+        evaluate_every=2,
+    )
+    steps, _ = _run(distill, config, tmp_path / "run")
+    assert [row["policy_version"] for row in steps] == [1, 2]
+    assert all(row["kl_to_teacher"] > 0 and row["grad_norm"] > 0 for row in steps)
+    assert all((row["graded_fraction"] == 1) == (hint == "answer") for row in steps)
 
 
 def test_ppo_learns_with_its_critic_and_its_reference(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rl.algorithms.metrics import PhaseClock
-from rl.system.timeline import Timeline, read_timeline, span
+from rl.system.timeline import Timeline, collect_gauges, gauge, read_timeline, span
 
 
 def _events(file: Path) -> list[dict[str, Any]]:
@@ -51,6 +51,23 @@ def test_phases_and_calls_of_a_loop_are_recorded(tmp_path: Path) -> None:
     assert sorted(lanes) == [0, 0, 1], "two overlap; the third has the first lane again"
     begin, end = spans["controller", "generate", 0]
     assert began <= begin <= end <= ended + 0.001  # its clock is not quite the one of `ended`
+
+
+def test_gauges_are_counters_and_metrics_of_a_step(tmp_path: Path) -> None:
+    async def loop() -> None:
+        timeline = Timeline(tmp_path / "timeline.json")
+        timeline.activate()
+        take = collect_gauges()
+        for process, values in (("a", {"full_max": 1.0, "hits": 1.0}), ("b", {"full_max": 3.0, "hits": 0.0})):
+            await asyncio.create_task(asyncio.to_thread(gauge, process, values))
+        assert take() == {"full_max": 3.0, "hits": 0.5}
+        assert take() == {}
+        timeline.write()
+
+    asyncio.run(loop())
+    counters = [event["args"] for event in _events(tmp_path / "timeline.json") if event["ph"] == "C"]
+    assert counters == [{"full_max": 1.0, "hits": 1.0}, {"full_max": 3.0, "hits": 0.0}]
+    assert read_timeline(tmp_path / "timeline.json") == []
 
 
 def test_nothing_is_recorded_outside_a_run() -> None:
