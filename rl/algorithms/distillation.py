@@ -179,7 +179,7 @@ class Teachers:
             return Graded(sampled=[], batch=[], fraction=fraction)
         if self.lesson.divergence == "sampled":
             graded = await self._logprobs(sampled, read, tasks)
-            logprobs = [np.sum([w * f for w, f in of_datum], axis=0, dtype=np.float32) for of_datum in graded]
+            logprobs = [np.array(sum(w * f for w, f in of_datum), np.float32) for of_datum in graded]
             batch = reverse_kl_advantages(sampled, logprobs, discount=self.lesson.discount)
             return Graded(sampled=sampled, batch=batch, fraction=fraction, logprobs=logprobs)
         words = await self._words(read if self.lesson.divergence == "forward_kl" else sampled)
