@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from rl.advantages import gae, gather_scored, kl_estimates, kl_from_generator, sampled_logprobs, scatter_scored
 from rl.checks import check_fraction, check_known
+from rl.images import join_tokens
 from rl.protocols import Generator, Problem, Prompt, Trainer
 from rl.rollouts.episodes import rollout_to_datum, with_inputs
 from rl.rollouts.evaluation import Measurement
@@ -182,7 +183,7 @@ class Teachers:
             logprobs = [np.array(sum(w * f for w, f in of_datum), np.float32) for of_datum in graded]
             batch = reverse_kl_advantages(sampled, logprobs, discount=self.lesson.discount)
             return Graded(sampled=sampled, batch=batch, fraction=fraction, logprobs=logprobs)
-        words = await self._words(read if self.lesson.divergence == "forward_kl" else sampled)
+        words = await self._words(views if self.lesson.divergence == "forward_kl" else rollouts)
         expanded, read = over_words(sampled, words), over_words(read, words)
         of_words = [task for task, each in zip(tasks, words, strict=True) for _ in each.T]
         graded = await self._logprobs(expanded, read, of_words)
@@ -231,20 +232,21 @@ class Teachers:
                 found[i].append((shares[i][name], scatter_scored(student[i], of_scored)))
         return found
 
-    async def _words(self, batch: Sequence[Datum]) -> list[Words]:
-        """[N, K] of each datum: the most probable words of its scored positions, under the generator's weights."""
+    async def _words(self, rollouts: Sequence[Rollout]) -> list[Words]:
+        """[N, K] of each rollout: the most probable words in the place of its sampled tokens, by the generator."""
         if self.lesson.words == -1:
             every = np.arange(num_words(self.model))
-            return [np.tile(every, (int(datum.counted.sum()), 1)) for datum in batch]
+            return [np.tile(every, (rollout.num_sampled_tokens, 1)) for rollout in rollouts]
         sampling = SamplingParams(max_tokens=1, temperature=0.0, topk_prompt_logprobs=self.lesson.words)
 
-        async def ask(datum: Datum) -> Words:
-            tokens = [*datum.tokens.tolist(), int(datum.loss_inputs["target_tokens"][-1])]
-            (scored,) = await self.generator.generate(tokens, sampling)
+        async def ask(rollout: Rollout) -> Words:
+            parts = [part for turn in rollout.turns for part in (turn.prompt_tokens, turn.completion.tokens)]
+            (scored,) = await self.generator.generate(join_tokens(*parts), sampling)
             assert scored.topk_prompt_logprobs is not None
-            return np.array([[word for word, _ in row] for row in scored.topk_prompt_logprobs])[datum.counted]
+            best = np.array([[word for word, _ in row] for row in scored.topk_prompt_logprobs])
+            return best[rollout_to_datum(rollout, 0.0).counted]
 
-        return await asyncio.gather(*(ask(datum) for datum in batch))
+        return await asyncio.gather(*(ask(rollout) for rollout in rollouts))
 
 
 def reverse_kl_advantages(
