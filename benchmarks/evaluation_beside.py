@@ -20,12 +20,12 @@ from benchmarks.harness import Bar, benchmark_model, parser, print_result
 from controller.commands.output import CapturedOutput
 from controller.commands.recipes import find_recipe, load_recipe
 from controller.loops.grpo import GRPOConfig, train
+from controller.runs.comparison import is_timing
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from rl.envs.even_words import EvenWords
 
 Row = dict[str, float]
-_OF_TIME = ("seconds_", "memory_", "engine_", "time", "mfu")
 
 
 def main() -> None:
@@ -64,8 +64,7 @@ def main() -> None:
 
 def different(row: Row, other: Row) -> list[str]:
     """The metrics of training in which two rows differ."""
-    names = [name for name in {*row, *other} if not name.startswith(_OF_TIME) and not name.endswith("_per_s")]
-    return [name for name in names if row.get(name) != other.get(name)]
+    return [name for name in {*row, *other} if not is_timing(name) and row.get(name) != other.get(name)]
 
 
 def measure(options: argparse.Namespace, evaluation: str) -> tuple[list[Row], int]:

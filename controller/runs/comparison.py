@@ -33,7 +33,7 @@ class Difference:
 
 def is_timing(name: str) -> bool:
     """Whether a metric depends on the machine and the moment, so that equal runs differ in it."""
-    return name in ("time", "mfu") or name.startswith(("seconds_", "memory_")) or name.endswith("_per_s")
+    return name in ("time", "mfu") or name.startswith(("seconds_", "memory_", "engine_")) or name.endswith("_per_s")
 
 
 def by_step(rows: Sequence[Mapping[str, float]]) -> dict[int, dict[str, float]]:

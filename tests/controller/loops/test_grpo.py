@@ -16,6 +16,7 @@ from transformers import Qwen2Tokenizer
 from configs import grpo_smollm2_cpu
 from controller.loops import grpo
 from controller.loops.grpo import GRPOConfig
+from controller.runs.comparison import is_timing
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from generator.config import GeneratorConfig
@@ -117,7 +118,6 @@ def test_vllm_samples_the_same_with_evaluations_beside(tmp_path: Path) -> None:
         folder = RunFolder(tmp_path / evaluation, config)
         asyncio.run(grpo.train(config, folder, Console(io.StringIO())))
         runs.append(folder.metrics())
-    of_time = ("seconds_", "memory_", "time", "mfu", "engine_", "training_tokens_", "generation_tokens_", "push_bytes")
-    between, beside = ([{k: v for k, v in row.items() if not k.startswith(of_time)} for row in run] for run in runs)
+    between, beside = ([{k: v for k, v in row.items() if not is_timing(k)} for row in run] for run in runs)
     assert sum("seconds_evaluate" in row for row in runs[1]) == 4
     assert beside == between

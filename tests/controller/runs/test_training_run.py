@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from controller.runs import Console, LoopConfig, Run, RunFolder
+from controller.runs.comparison import is_timing
 from rl.protocols import Trainer
 from rl.rollouts.evaluation import Evaluation, Measurement
 from rl.types import Datum, ForwardBackwardOutput, OptimStepOutput
@@ -118,9 +119,8 @@ def test_an_evaluation_beside_training_changes_no_metric(
         runs[evaluation] = [json.loads(line) for line in text.splitlines()]
     assert ["seconds_evaluate" in row for row in runs["beside"] if "loss" in row] == [True] * 2
     assert [row["step"] for row in runs["beside"] if "eval_reward" in row] == [0, 1, 2]
-    of_time = ("seconds_", "memory_", "time", "mfu", "training_tokens_", "generation_tokens_", "engine_")
     plain = {
-        name: [{key: value for key, value in row.items() if not key.startswith(of_time)} for row in rows]
+        name: [{key: value for key, value in row.items() if not is_timing(key)} for row in rows]
         for name, rows in runs.items()
     }
     assert plain["beside"] == plain["between"]
