@@ -43,7 +43,7 @@ MAX_FILE_LINES = 400  # more than 300 only where the file serves one idea
 # The numbers of tests/house.py, as they are. They may fall.
 MOST = {
     "product files": 352,
-    "core files": 220,
+    "core files": 219,
     "core lines": 35_600,
     "files under 70 lines with one importer": 1,
     "files that a loop's page reaches": 110,
