@@ -9,7 +9,9 @@ import pytest
 
 from controller.runs.folder import complete_checkpoints
 from generator.image_prompts import FOLDER
+from rl.vision.colours import WORDS as COLOUR_WORDS
 from tests.e2e.cli_runs import kill_controller, metric_rows, model_hash, ownloop, wait
+from tests.vision import WITH_IMAGES
 from tests.waiting import wait_for_end
 
 pytestmark = [
@@ -21,17 +23,28 @@ pytestmark = [
 RECIPE = str(Path(__file__).with_name("tiny_images.py"))
 
 
-def test_a_killed_run_continues_and_is_replayed(tmp_path: Path) -> None:
-    def finish(*arguments: str) -> None:
-        status, output, _ = wait_for_end(ownloop(tmp_path, *arguments), "the run", 400)
-        assert status == 0, output
+def finish(tmp_path: Path, *arguments: str) -> None:
+    status, output, _ = wait_for_end(ownloop(tmp_path, *arguments), "the run", 400)
+    assert status == 0, output
 
-    finish(RECIPE, "--name", "whole")
+
+def test_a_killed_run_continues_and_is_replayed(tmp_path: Path) -> None:
+    finish(tmp_path, RECIPE, "--name", "whole")
     whole, killed, replayed = (tmp_path / "runs" / name for name in ("whole", "killed", "replayed"))
     run = ownloop(tmp_path, RECIPE, "--name", "killed")
     wait(run, lambda: complete_checkpoints(killed / "checkpoints"))
     kill_controller(run, killed, 3)
-    finish("--resume", "killed")
+    finish(tmp_path, "--resume", "killed")
     assert metric_rows(killed) == metric_rows(whole)
-    finish(RECIPE, "--name", "replayed", "--replay", str(whole))
+    finish(tmp_path, RECIPE, "--name", "replayed", "--replay", str(whole))
     assert model_hash(whole) == model_hash(killed) == model_hash(replayed)
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_a_generator_of_two_ranks_reads_what_is_trained(name: str, tmp_path: Path) -> None:
+    model = WITH_IMAGES[name](tmp_path / "model", COLOUR_WORDS)
+    ranks = ("--generator.tensor-parallel", "2", "--num-steps", "3")
+    finish(tmp_path, RECIPE, "--name", "run", "--model", str(model), *ranks)
+    rows = [row for row in metric_rows(tmp_path / "runs" / "run") if "policy_version" in row]
+    assert [row["policy_version"] for row in rows] == [1, 2, 3]
+    assert max(row["logprob_mismatch_max"] for row in rows) < 1e-4
