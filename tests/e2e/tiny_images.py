@@ -15,7 +15,7 @@ def recipe() -> GRPOConfig:
         generator=replace(whole.generator, num_threads=1, max_num_seqs=16),
         prompts_per_step=4,
         group_size=4,
-        num_steps=6,
+        num_steps=5,
         num_eval=8,
         evaluate_every=3,
         checkpoint_every=2,

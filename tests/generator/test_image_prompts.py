@@ -26,19 +26,21 @@ from generator.openai_calls import OpenAICall
 from generator.openai_serving import OpenAIServing
 from rl.images import images_of, join_tokens
 from rl.lora import LoRAConfig, tensor_name
+from rl.losses import get_loss
 from rl.rollouts.episodes import rollout_to_datum
 from rl.rollouts.rendering import Renderer
 from rl.system.hf_config import inspect_model
-from rl.types import Completion, Datum, Rollout, SamplingParams, Turn
+from rl.types import AdamParams, Completion, Datum, Rollout, SamplingParams, Turn
 from rl.vision.qwen_images import file_bytes
 from tests.generator import with_torchvision
 from tests.generator.adapted import pull_adapter
 from tests.generator.conftest import engine_factory
 from tests.generator.published import export, moved, pull
 from tests.stores import FakeStore
-from tests.vision import WITH_IMAGES, WORDS, ImageReference, parts, picture
+from tests.vision import WITH_IMAGES, WORDS, ImageReference, image_batch, parts, picture
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
+from trainer.engines.base import Engine
 from trainer.push import WeightPublisher
 
 pytestmark = [
@@ -93,14 +95,23 @@ async def sampled(
     return as_data(prompts, groups)
 
 
+def train(model: Path, target: Path) -> tuple[Engine, Path]:
+    """A trainer after one step, and what it exports."""
+    engine = load_engine(TrainerConfig(model=model, engine="fsdp2", compute_dtype="float32", train_vision=True))
+    engine.forward_backward([image_batch(model)], get_loss("importance_sampling"))
+    engine.optim_step(AdamParams(learning_rate=1e-2))
+    engine.export_hf(target, torch.float32)
+    return engine, target
+
+
 def check_log_probs(model: Path, folder: Path) -> None:
-    """Of 64 prompts, against the trainer; of pulled weights, against transformers; of a second turn with an image."""
+    """Of 64 prompts, by what a trainer exports; of pulled weights, against transformers; of a turn with an image."""
+    trained, model = train(model, folder / "trained")
     prompts, store = prompts_of(model, 64), FakeStore()
 
     async def main(engine: GenerationEngine) -> None:
         data = await sampled(engine, prompts)
-        trainer = load_engine(TrainerConfig(model=model, engine="fsdp2", compute_dtype="float32"))
-        scored = trainer.forward([data[start : start + 16] for start in range(0, len(data), 16)]).logprobs
+        scored = trained.forward([data[start : start + 16] for start in range(0, len(data), 16)]).logprobs
         assert max(map(difference, scored, data)) < BOUND
         publisher = WeightPublisher(torch.float32, "shared_memory", store=store)
         for version in (1, 2, 3):
