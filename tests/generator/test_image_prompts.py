@@ -37,7 +37,7 @@ from tests.generator.adapted import pull_adapter
 from tests.generator.conftest import engine_factory
 from tests.generator.published import export, moved, pull
 from tests.stores import FakeStore
-from tests.vision import WITH_IMAGES, WORDS, ImageReference, image_batch, parts, picture
+from tests.vision import WITH_IMAGES, WORDS, ImageReference, image_batch, image_datum, parts, picture
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
@@ -113,6 +113,7 @@ def check_log_probs(model: Path, folder: Path) -> None:
         data = await sampled(engine, prompts)
         scored = trained.forward([data[start : start + 16] for start in range(0, len(data), 16)]).logprobs
         assert max(map(difference, scored, data)) < BOUND
+        await check_prompt(engine, trained, prompts[1])
         publisher = WeightPublisher(torch.float32, "shared_memory", store=store)
         for version in (1, 2, 3):
             await publisher.publish(version, moved(model, version).items())
@@ -130,6 +131,16 @@ def check_log_probs(model: Path, folder: Path) -> None:
 
     with contextlib.closing(engine_factory()) as factories:
         asyncio.run(main(next(factories)(model, "float32")))
+
+
+async def check_prompt(engine: GenerationEngine, trained: Engine, prompt: tuple[int, ...]) -> None:
+    """A prompt's own log-probs, for which Tinker's `compute_logprobs` asks."""
+    (scored,) = await engine.generate(prompt, SamplingParams(max_tokens=1, prompt_logprobs=True))
+    assert scored.prompt_logprobs is not None
+    datum = image_datum(prompt, ())
+    (expected,) = trained.forward([[datum]]).logprobs
+    found = np.array(scored.prompt_logprobs, np.float32)
+    assert np.abs(found - expected)[datum.weights > 0].max() < BOUND
 
 
 async def check_chat(engine: GenerationEngine, model: Path) -> None:
