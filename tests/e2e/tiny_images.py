@@ -1,9 +1,31 @@
 """Two CPU cores: as `tiny_recipe`, of a tiny vision-language model that is asked for colours."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from configs import guess_colour_tinyvl_cpu
 from controller.loops.grpo import GRPOConfig
+from rl.envs.procedural import TextProblem
+from rl.vision.colours import COLOURS, GuessColour
+
+
+@dataclass(frozen=True, slots=True)
+class AnyColour:
+    """Name colours, right or wrong: a random model does so now and then, and has something to learn from."""
+
+    name = "any colour"
+    stop = ()
+
+    def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
+        """See `rl.protocols.Env`."""
+        return [replace(problem, score=_share) for problem in GuessColour().train_problems(seed, start, count)]
+
+    def eval_problems(self, count: int) -> list[TextProblem]:
+        """See `rl.protocols.Env`."""
+        return [replace(problem, score=_share) for problem in GuessColour().eval_problems(count)]
+
+
+def _share(completion: str) -> float:
+    return sum(word in COLOURS for word in completion.split()) / 4
 
 
 def recipe() -> GRPOConfig:
@@ -11,6 +33,7 @@ def recipe() -> GRPOConfig:
     whole = guess_colour_tinyvl_cpu.recipe()
     return replace(
         whole,
+        env=AnyColour(),
         trainer=replace(whole.trainer, num_threads=1, train_vision=True),
         generator=replace(whole.generator, num_threads=1, max_num_seqs=16),
         prompts_per_step=4,
