@@ -86,6 +86,6 @@ def _attention(backend: Any, query: Tensor, key: Tensor, value: Tensor, image: _
     asks = torch.arange(image.first, end)[:, None]
     reads = torch.arange(image.prompt, end)
     window = backend.sliding_window if backend.sliding_window > 0 else end  # -1 stands for none
-    wide = [x.transpose(0, 1).float() for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(*wide, asks - reads < window, scale=backend.scale, enable_gqa=True)
+    q, k, v = (x.transpose(0, 1).float() for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, asks - reads < window, scale=backend.scale, enable_gqa=True)
     return out.transpose(0, 1)

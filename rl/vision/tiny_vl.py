@@ -4,7 +4,7 @@ Their words are few, their images small: an image of 32 x 32 pixels is one token
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,13 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
 IMAGE_TOKEN, VIDEO_TOKEN = "<|image_pad|>", "<|video_pad|>"
+_QWEN_IDS = {
+    "image_token_id": IMAGE_TOKEN,
+    "video_token_id": VIDEO_TOKEN,
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "eos_token_id": "<|im_end|>",
+}
 _UNKNOWN = "<unk>"
 _WORDS = ("user", "assistant", "system")
 _TEMPLATE = (
@@ -43,6 +50,12 @@ _GEMMA_TEMPLATE = (
     "{% if part['type'] == 'image' %}<start_of_image>{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
+_GEMMA_IDS = {
+    "boi_token_index": "<start_of_image>",
+    "eoi_token_index": "<end_of_image>",
+    "image_token_index": _GEMMA_IMAGE,
+    "eos_token_id": "<end_of_turn>",
+}
 _GEMMA_TOKENS, _GEMMA_SIDE = 4, 64  # tokens of an image, and pixels of its side
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -114,10 +127,7 @@ def tiny_gemma3(path: Path, words: Sequence[str] = (), *, seed: int = 0, **optio
         text_config=text,
         vision_config={**sizes, "image_size": _GEMMA_SIDE, "patch_size": 16, "vision_use_head": False},
         mm_tokens_per_image=_GEMMA_TOKENS,
-        boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
-        eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
-        image_token_index=tokenizer.convert_tokens_to_ids(_GEMMA_IMAGE),
-        eos_token_id=tokenizer.eos_token_id,
+        **_ids(tokenizer, _GEMMA_IDS),
     )
     processor = Gemma3ImageProcessorPil(size={"height": _GEMMA_SIDE, "width": _GEMMA_SIDE})
     _save(Gemma3ForConditionalGeneration, config, tokenizer, path, seed, processor)
@@ -144,7 +154,8 @@ def _gemma_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
         },
     )
     made.add_special_tokens({"additional_special_tokens": ["<start_of_turn>"]}, replace_extra_special_tokens=False)
-    made.add_tokens([AddedToken(text, normalized=False) for text in _LINE_BREAKS])
+    line_breaks: Any = [AddedToken(text, normalized=False) for text in _LINE_BREAKS]
+    made.add_tokens(line_breaks)
     made.chat_template = _GEMMA_TEMPLATE
     return made
 
@@ -170,15 +181,8 @@ def _text(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return {**_TEXT, "vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
 
 
-def _ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def _ids(tokenizer: PreTrainedTokenizerFast, texts: Mapping[str, str] = _QWEN_IDS) -> dict[str, Any]:
     """The numbers of tokens that a configuration names."""
-    texts = {
-        "image_token_id": IMAGE_TOKEN,
-        "video_token_id": VIDEO_TOKEN,
-        "vision_start_token_id": "<|vision_start|>",
-        "vision_end_token_id": "<|vision_end|>",
-        "eos_token_id": "<|im_end|>",
-    }
     return {name: tokenizer.convert_tokens_to_ids(text) for name, text in texts.items()}
 
 
