@@ -22,7 +22,7 @@ def images_to_read(
 ) -> Sequence[PlacedImage]:
     """The row's images. If there are none and the tower is trained, a blank one that has no place in the row.
 
-    Its gradient is zero. Ranks that share the tower's weights must all compute it, whatever is in their rows.
+    Its gradient is zero. Ranks that share the tower's weights must all compute it, also those whose rows have no image.
     """
     return images or ([blank()] if is_trained(tower) else ())
 
