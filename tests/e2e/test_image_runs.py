@@ -9,9 +9,7 @@ import pytest
 
 from controller.runs.folder import complete_checkpoints
 from generator.image_prompts import FOLDER
-from rl.vision.colours import WORDS as COLOUR_WORDS
 from tests.e2e.cli_runs import kill_controller, metric_rows, model_hash, ownloop, wait
-from tests.vision import WITH_IMAGES
 from tests.waiting import wait_for_end
 
 pytestmark = [
@@ -43,13 +41,3 @@ def test_a_killed_run_continues_and_is_replayed(tmp_path: Path) -> None:
     assert versions(whole) == [1, 2, 3, 4, 5]
     finish(tmp_path, RECIPE, "--name", "replayed", "--replay", str(whole))
     assert model_hash(whole) == model_hash(killed) == model_hash(replayed)
-
-
-@pytest.mark.parametrize("name", WITH_IMAGES)
-def test_a_generator_of_two_ranks_reads_what_is_trained(name: str, tmp_path: Path) -> None:
-    model = WITH_IMAGES[name](tmp_path / "vl", COLOUR_WORDS)
-    ranks = ("--generator.tensor-parallel", "2", "--num-steps", "3")
-    finish(tmp_path, RECIPE, "--name", "run", "--model", str(model), *ranks)
-    run = tmp_path / "runs" / "run"
-    assert versions(run) == [1, 2, 3]
-    assert max(row.get("logprob_mismatch_max", 0) for row in metric_rows(run)) < 1e-4

@@ -94,16 +94,12 @@ GEMMA3 = ModelFamily(
     architectures=("Gemma3ForConditionalGeneration",),
     check="trainer.families:check_image_size",
     # The CPU computes a prompt with images in one step; see generator/cpu/image_attention.py.
-    engine_args={
-        **QWEN3_VL.engine_args,
-        "limit_mm_per_prompt": {},
-        "enable_prefix_caching": False,
-    },
+    engine_args={**QWEN3_VL.engine_args, "limit_mm_per_prompt": {}, "enable_prefix_caching": False},
     generator_ranks=1,
+    prepare_process=_TORCHVISION,
     vision=VisionParts(
         renderer="rl.vision.gemma_images:GemmaImages",
         hidden="trainer.families.gemma3_images:hidden",
-        prepare_process="generator.image_prompts:prepare_process",
         prompt="generator.image_prompts:gemma_prompt",
         tower=("model.vision_tower.", "model.multi_modal_projector."),
         renamed={
