@@ -15,7 +15,7 @@ import itertools
 import secrets
 import threading
 import traceback
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pkgutil import resolve_name
@@ -171,12 +171,6 @@ class GenerationEngine:
         if params.seed is None:
             params.seed = secrets.randbits(31)
         return self._calls.stream(Stream(self._next_id(), join_tokens(prompt_tokens), params, policy))
-
-    def tokens_of(self, prompt: Mapping[str, Any]) -> Sequence[int]:
-        """The tokens of a prompt that vLLM has rendered, with its images."""
-        if self._vision is None or prompt["type"] != "multimodal":
-            return prompt["prompt_token_ids"]
-        return resolve_name(self._vision.tokens)(prompt)
 
     async def update_weights(
         self,

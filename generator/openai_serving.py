@@ -25,6 +25,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from generator.engine import GenerationEngine
 from generator.openai_calls import OpenAICall
+from rl.images import images_of
 
 # vLLM hands a request on by itself, and knows policies only as LoRA directories.
 CALL: ContextVar[OpenAICall] = ContextVar("call")
@@ -54,7 +55,9 @@ class EngineClient:
     ) -> AsyncGenerator[RequestOutput]:
         """The outputs of one request. The policy is looked up now, not when the outputs are taken."""
         del request_id, options
-        tokens = self._engine.tokens_of(prompt)
+        tokens = prompt["prompt_token_ids"]
+        if prompt["type"] == "multimodal" and not images_of(tokens):
+            raise ValueError("truncate_prompt_tokens is not supported with images; send a shorter prompt")
         return self._engine.stream(tokens, sampling_params, policy=CALL.get().policy)
 
 

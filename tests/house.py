@@ -25,7 +25,7 @@ OPTIONAL = (
     *("controller/runs/all_words", "controller/runs/mismatch"),
     *(f"controller/runs/loggers/{name}" for name in ("event_files", "trackio_run", "wandb_run")),
     *(f"controller/commands/{name}" for name in ("check_parts", "compare", "model_directory", "report_run", "sweep")),
-    "generator/cpu/routes",
+    *("generator/cpu/image_attention", "generator/cpu/routes"),
     "trainer/engines/contract/",
     "trainer/engines/mcore/",
     "trainer/engines/mfsdp/",

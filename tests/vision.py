@@ -13,9 +13,13 @@ from transformers import AutoModelForImageTextToText
 from rl.images import images_of
 from rl.rollouts.rendering import Renderer
 from rl.types import Datum
-from rl.vision.tiny_vl import tiny_qwen2_5_vl, tiny_qwen3_vl
+from rl.vision.tiny_vl import tiny_gemma3, tiny_qwen2_5_vl, tiny_qwen3_vl
 
-WITH_IMAGES = {"Qwen3VLForConditionalGeneration": tiny_qwen3_vl, "Qwen2_5_VLForConditionalGeneration": tiny_qwen2_5_vl}
+WITH_IMAGES = {
+    "Qwen3VLForConditionalGeneration": tiny_qwen3_vl,
+    "Qwen2_5_VLForConditionalGeneration": tiny_qwen2_5_vl,
+    "Gemma3ForConditionalGeneration": tiny_gemma3,
+}
 """Architectures that read images; tests/trainer/engines/test_image_rows.py has them."""
 WORDS = ("what", "colour", "red", "blue", "square")
 
@@ -77,6 +81,8 @@ class ImageReference:
         self.model: Any = AutoModelForImageTextToText.from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager"
         )
+        gemma = self.model.config.model_type.startswith("gemma")
+        self._kinds = "token_type_ids" if gemma else "mm_token_type_ids"
 
     def logprobs(self, datum: Datum) -> Tensor:
         """[T] of the target tokens."""
@@ -87,9 +93,12 @@ class ImageReference:
             for image in datum.images:
                 kinds[0, image.start : image.start + image.num_tokens] = 1
             inputs = [image.inputs for image in datum.images]
-            images["pixel_values"] = torch.from_numpy(np.concatenate([each["pixel_values"] for each in inputs]))
-            images["image_grid_thw"] = torch.from_numpy(np.stack([each["image_grid_thw"] for each in inputs]))
-        logits = self.model(input_ids=tokens, mm_token_type_ids=kinds, **images).logits[0]
+            joined = np.concatenate if "image_grid_thw" in inputs[0] else np.stack  # patches, or one picture an image
+            images["pixel_values"] = torch.from_numpy(joined([each["pixel_values"] for each in inputs]))
+            if "image_grid_thw" in inputs[0]:
+                images["image_grid_thw"] = torch.from_numpy(np.stack([each["image_grid_thw"] for each in inputs]))
+        images[self._kinds] = kinds
+        logits = self.model(input_ids=tokens, **images).logits[0]
         targets = torch.from_numpy(datum.loss_inputs["target_tokens"])
         return torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
 

@@ -55,12 +55,12 @@ def prompt_fault(value: Any) -> str:
     for message in cast("list[Any]", value):
         fields = cast("dict[str, Any]", message) if isinstance(message, dict) else {}
         content = fields.get("content")
-        if not isinstance(fields.get("role"), str) or not (isinstance(content, str) or _are_parts(content)):
+        if not isinstance(fields.get("role"), str) or not (isinstance(content, str) or are_parts(content)):
             return f"holds {message!r:.80}; each message needs 'role' and 'content', both text, or parts with images"
     return ""
 
 
-def _are_parts(content: Any) -> bool:
+def are_parts(content: Any) -> bool:
     """Whether the content of a message is a list of texts and images."""
     parts = cast("list[Any]", content) if isinstance(content, list) else []
     texts = [part for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
@@ -121,7 +121,7 @@ def read_columns(
     `ORG/NAME` of the Hub. Raises ValueError, naming `field`, if it cannot be loaded, lacks a column (with the names of
     its columns), or holds a row that is neither text nor a number.
     """
-    table = _load(dataset, split=split, subset=subset, revision=revision, field=field)
+    table = load_table(dataset, split=split, subset=subset, revision=revision, field=field)
     missing = [name for name in columns if name not in table.column_names]
     if missing:
         raise ValueError(
@@ -159,8 +159,8 @@ def _is_no_number(value: Any) -> bool:
     return isinstance(value, float | Decimal) and not math.isfinite(value)
 
 
-def _load(dataset: str, *, split: str, subset: str | None, revision: str | None, field: str) -> Any:
-    """The split as a table of `datasets`."""
+def load_table(dataset: str, *, split: str, subset: str | None, revision: str | None, field: str) -> Any:
+    """The split as a table of `datasets`. Raises ValueError, naming `field`, if it cannot be loaded."""
     import datasets  # importing it takes a second, which `--help` should not
 
     path = Path(dataset).expanduser()

@@ -83,14 +83,16 @@ class _Connection:
             if not ready.done():
                 ready.set_exception(error)
 
-    async def _call(self, name: str, /, **arguments: Any) -> str:
-        """The text that the tool answers with. Raises RuntimeError with its words if it reports an error."""
+    async def _call(self, name: str, /, **arguments: Any) -> Any:
+        """The text that the tool answers with, behind its images. Raises RuntimeError if it reports an error."""
         calling = asyncio.run_coroutine_threadsafe(self._session.call_tool(name, arguments), self._loop)
         result = await asyncio.wrap_future(calling)
         text = "\n".join(part.text for part in result.content if part.type == "text")
         if result.is_error:
             raise RuntimeError(text)
-        return text
+        images = [f"data:{part.mime_type};base64,{part.data}" for part in result.content if part.type == "image"]
+        parts = [{"type": "image", "image": image} for image in images]
+        return [*parts, {"type": "text", "text": text}] if parts else text
 
 
 def _schema(tool: "MCPTool") -> dict[str, Any]:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
 from rl.checks import check_above_zero, check_at_least, check_known
+from rl.data.rows import are_parts
 from rl.envs.mcp_server import MCPServer, Tool
 from rl.protocols import Done, Env, Episode, Observation, Problem, Prompt, Reply, best_reward_of
 from rl.rollouts.guard import EnvironmentFailedError, call_environment, time_limit_of, words_of
@@ -198,15 +199,15 @@ class ToolEpisode:
             },
         )
 
-    async def _result(self, call: ToolCall) -> str:
-        """What the tool returns, as text, or what went wrong."""
+    async def _result(self, call: ToolCall) -> Any:
+        """What the tool returns, as text or as parts of a message, or what went wrong."""
         self._num_calls += 1
         fault = call.fault or self._fault(call)
         if not fault:
             function = functools.partial(self._functions[call.name], **call.arguments)
             try:
                 value: Any = await call_environment(function, time_limit_s=self._settings.tool_time_limit_s)
-                return _in_words(value)
+                return value if are_parts(value) and any("image" in part for part in value) else _in_words(value)
             except EnvironmentFailedError as error:
                 fault = str(error)
         self._num_errors += 1

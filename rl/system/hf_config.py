@@ -55,8 +55,6 @@ class VisionParts:
     """Of the trainer: a function that computes a row with images, `trainer.engines.hf.transformers_policy.Hidden`."""
     prompt: str
     """Of a generator: a function (tokens, images) -> the prompt that vLLM's engine takes."""
-    tokens: str
-    """Of a generator: a function of such a prompt, of vLLM's own making -> its tokens, which know their images."""
     tower: tuple[str, ...]
     """What the names of the vision parameters begin with in transformers."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])

@@ -25,8 +25,7 @@ class QwenImages:
 
     def __init__(self, model: Path) -> None:
         """Reads the processor's settings. Raises ValueError for a directory without them."""
-        if not any((model / name).is_file() for name in _PROCESSOR_FILES):
-            raise ValueError(f"{model} has neither {' nor '.join(_PROCESSOR_FILES)}, by which images become patches")
+        check_processor(model)
         # Loading it imports a part of transformers that text does without.
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -35,11 +34,7 @@ class QwenImages:
 
     def place(self, tokens: Sequence[int], images: Sequence[Any]) -> TokensWithImages:
         """See `rl.rollouts.rendering.ImageRenderer`. Raises ValueError unless there is one token for each image."""
-        places = [index for index, token in enumerate(tokens) if token == self._token]
-        if len(places) != len(images):
-            raise ValueError(
-                f"the chat template shows {len(places)} images and the prompt has {len(images)}; it must show each once"
-            )
+        places = places_of(tokens, self._token, len(images))
         placed: list[PlacedImage] = []
         longer: list[int] = []
         end = 0
@@ -66,6 +61,22 @@ class QwenImages:
             data=data,
             inputs={"pixel_values": np.asarray(made["pixel_values"], dtype=np.float32), "image_grid_thw": grid},
         )
+
+
+def check_processor(model: Path) -> None:
+    """Raises ValueError for a model directory without the settings of a processor."""
+    if not any((model / name).is_file() for name in _PROCESSOR_FILES):
+        raise ValueError(f"{model} has neither {' nor '.join(_PROCESSOR_FILES)}, by which images become patches")
+
+
+def places_of(tokens: Sequence[int], mark: int, num_images: int) -> list[int]:
+    """Where the token `mark` is. Raises ValueError unless it is there once for each image."""
+    places = [index for index, token in enumerate(tokens) if token == mark]
+    if len(places) != num_images:
+        raise ValueError(
+            f"the chat template shows {len(places)} images and the prompt has {num_images}; it must show each once"
+        )
+    return places
 
 
 def file_bytes(source: Any) -> bytes:

@@ -1,6 +1,6 @@
 """A generator reads prompts with images as a trainer scores them, before and after pulls, and so do its adapters.
 
-Covers: generator/image_prompts.py
+Covers: generator/image_prompts.py, generator/cpu/image_attention.py
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from safetensors.torch import load_file
 
 from generator.config import LoRALimits
@@ -25,19 +26,21 @@ from generator.openai_calls import OpenAICall
 from generator.openai_serving import OpenAIServing
 from rl.images import images_of, join_tokens
 from rl.lora import LoRAConfig, tensor_name
+from rl.losses import get_loss
 from rl.rollouts.episodes import rollout_to_datum
 from rl.rollouts.rendering import Renderer
 from rl.system.hf_config import inspect_model
-from rl.types import Completion, Datum, Rollout, SamplingParams, Turn
+from rl.types import AdamParams, Completion, Datum, Rollout, SamplingParams, Turn
 from rl.vision.qwen_images import file_bytes
 from tests.generator import with_torchvision
 from tests.generator.adapted import pull_adapter
 from tests.generator.conftest import engine_factory
 from tests.generator.published import export, moved, pull
 from tests.stores import FakeStore
-from tests.vision import WITH_IMAGES, WORDS, ImageReference, parts, picture
+from tests.vision import WITH_IMAGES, WORDS, ImageReference, image_batch, image_datum, parts, picture
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
+from trainer.engines.base import Engine
 from trainer.push import WeightPublisher
 
 pytestmark = [
@@ -92,15 +95,25 @@ async def sampled(
     return as_data(prompts, groups)
 
 
+def train(model: Path, target: Path) -> tuple[Engine, Path]:
+    """A trainer after one step, and what it exports."""
+    engine = load_engine(TrainerConfig(model=model, engine="fsdp2", compute_dtype="float32", train_vision=True))
+    engine.forward_backward([image_batch(model)], get_loss("importance_sampling"))
+    engine.optim_step(AdamParams(learning_rate=1e-2))
+    engine.export_hf(target, torch.float32)
+    return engine, target
+
+
 def check_log_probs(model: Path, folder: Path) -> None:
-    """Of 64 prompts, against the trainer; of pulled weights, against transformers; of a second turn with an image."""
+    """Of 64 prompts, by what a trainer exports; of pulled weights, against transformers; of a turn with an image."""
+    trained, model = train(model, folder / "trained")
     prompts, store = prompts_of(model, 64), FakeStore()
 
     async def main(engine: GenerationEngine) -> None:
         data = await sampled(engine, prompts)
-        trainer = load_engine(TrainerConfig(model=model, engine="fsdp2", compute_dtype="float32"))
-        scored = trainer.forward([data[start : start + 16] for start in range(0, len(data), 16)]).logprobs
+        scored = trained.forward([data[start : start + 16] for start in range(0, len(data), 16)]).logprobs
         assert max(map(difference, scored, data)) < BOUND
+        await check_prompt(engine, trained, prompts[1])
         publisher = WeightPublisher(torch.float32, "shared_memory", store=store)
         for version in (1, 2, 3):
             await publisher.publish(version, moved(model, version).items())
@@ -114,42 +127,78 @@ def check_log_probs(model: Path, folder: Path) -> None:
         second = as_data([whole], [await engine.generate(whole, SAMPLING)])
         trainer = load_engine(TrainerConfig(model=folder / "3", engine="fsdp2", compute_dtype="float32"))
         assert difference(trainer.forward([second]).logprobs[0], second[0]) < BOUND
-        if inspect_model(model).architecture == "Qwen3VLForConditionalGeneration":
-            await check_chat(engine, model)  # docs/images.md says that Qwen2.5-VL is not proven here
+        await check_chat(engine, model)
 
     with contextlib.closing(engine_factory()) as factories:
         asyncio.run(main(next(factories)(model, "float32")))
 
 
-async def check_chat(engine: GenerationEngine, model: Path) -> None:
-    """A chat in OpenAI's form with a data URL is answered as the same prompt of a renderer; addresses are refused."""
-    serving = OpenAIServing(engine, tool_parser="", reasoning_parser="")
-    image = file_bytes(picture(64, 64, seed=1))
-    (expected,) = await engine.generate(
-        Renderer(model).encode(parts("what", (64, 64))), SamplingParams(max_tokens=6, temperature=0)
-    )
+async def check_prompt(engine: GenerationEngine, trained: Engine, prompt: tuple[int, ...]) -> None:
+    """A prompt's own log-probs, for which Tinker's `compute_logprobs` asks."""
+    (scored,) = await engine.generate(prompt, SamplingParams(max_tokens=1, prompt_logprobs=True))
+    assert scored.prompt_logprobs is not None
+    datum = image_datum(prompt, ())
+    (expected,) = trained.forward([[datum]]).logprobs
+    found = np.array(scored.prompt_logprobs, np.float32)
+    assert np.abs(found - expected)[datum.weights > 0].max() < BOUND
 
-    async def ask(url: str) -> tuple[int, dict[str, Any]]:
+
+async def check_chat(engine: GenerationEngine, model: Path) -> None:
+    """Chats in OpenAI's form with a data URL are read as the same prompts of a renderer; bad ones are a sentence."""
+    serving = OpenAIServing(engine, tool_parser="", reasoning_parser="")
+
+    async def ask(url: str, **options: object) -> tuple[int, dict[str, Any]]:
         content = [{"type": "text", "text": " what "}, {"type": "image_url", "image_url": {"url": url}}]
-        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 6, "temperature": 0}
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 6, "temperature": 0, **options}
         call = OpenAICall(kind="chat", body=json.dumps(body).encode(), policy=None, model="m")
         status, answer = await serving.answer(call)
         assert isinstance(answer, str)
         return status, json.loads(answer)
 
-    status, answer = await ask(f"data:image/png;base64,{base64.b64encode(image).decode()}")
-    assert status == 200, answer
-    assert answer["choices"][0]["message"]["content"].split() == expected.text.split()
-    status, answer = await ask("http://example.org/a.png")
-    assert status != 200
-    assert "domain" in json.dumps(answer)
+    prompt: tuple[int, ...] = ()
+    for image in (picture(75, 52), transparent(96, 64), picture(64, 64)):
+        file = file_bytes(image)
+        parts = [{"type": "text", "text": " what "}, {"type": "image", "image": file}]
+        prompt = Renderer(model).encode([{"role": "user", "content": parts}])
+        (expected,) = await engine.generate(prompt, SamplingParams(max_tokens=6, temperature=0))
+        status, answer = await ask(as_url(file), logprobs=True, return_token_ids=True)
+        assert status == 200, answer
+        assert answer["prompt_token_ids"] == [*prompt]
+        assert answer["choices"][0]["token_ids"] == [*expected.tokens]
+        found = [each["logprob"] for each in answer["choices"][0]["logprobs"]["content"]]
+        assert found == pytest.approx(expected.logprobs, abs=1e-5)
+    for url, options, said in (
+        ("http://example.org/a.png", {}, "domain"),
+        (as_url(file_bytes(picture(64, 64))[:-900]), {}, "image"),
+        (as_url(b"no image"), {}, "image"),
+        (as_url(file_bytes(picture(64, 64))), {"truncate_prompt_tokens": len(prompt) - 1}, "truncate_prompt_tokens"),
+        (as_url(file_bytes(picture(64, 64))), {"mm_processor_kwargs": {"size": {}}}, "mm_processor_kwargs"),
+    ):
+        status, answer = await ask(url, **options)
+        assert status == 400, (url, answer)
+        assert said in answer["error"]["message"]
+
+
+def as_url(file: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(file).decode()}"
+
+
+def transparent(height: int, width: int) -> Image.Image:
+    """Its pixels are seen by some programs in colours of their own, and by others on white."""
+    image = picture(height, width).convert("RGBA")
+    image.putalpha(Image.new("L", image.size, 90))
+    return image
 
 
 def check_adapters(model: Path, folder: Path) -> None:
     """An adapter of the language model against the merged model."""
     lora, generator = LoRAConfig(rank=4, alpha=8.0), torch.Generator().manual_seed(0)
     weights, adapter = load_file(model / "model.safetensors"), dict[str, torch.Tensor]()
-    for key in [key for key in weights if "visual" not in key and lora.adapts(key.removesuffix(".weight"))]:
+    of_tower = ("visual", "vision_tower")
+    adapted = [
+        key for key in weights if lora.adapts(key.removesuffix(".weight")) and not any(t in key for t in of_tower)
+    ]
+    for key in adapted:
         num_out, num_in = weights[key].shape
         a = torch.randn(4, num_in, generator=generator) / num_in**0.5
         b = 0.1 * torch.randn(num_out, 4, generator=generator)

@@ -21,7 +21,8 @@ CHAT_FORMAT = "qwen3_instruct"
 def run_recipe(server: Server, name: str, folder: Path, *, timeout_s: float = 1500, **options: Any) -> Path:
     """Runs `tinker_cookbook.recipes.<name>` to its end in `folder`. Returns the folder of its metrics and checkpoints.
 
-    Data sets that the recipe would take from a hub are found in `folder`: see `datasets_here.py`.
+    Data sets that the recipe would take from a hub are found in `folder`: see `datasets_here.py`. Options that are None
+    are left out.
     """
     status, output, _ = wait_for_end(begin_recipe(server, name, folder, **options), f"the recipe {name}", timeout_s)
     assert status == 0, f"{output[-4000:]}\n{server.said()[-2000:]}"
@@ -34,7 +35,8 @@ def begin_recipe(server: Server, name: str, folder: Path, **options: Any) -> sub
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env |= {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-local", "HF_HUB_OFFLINE": "1"}
     env |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    arguments = [f"{option}={value}" for option, value in {"log_path": folder / "log", **options}.items()]
+    given = {"log_path": folder / "log", **options}
+    arguments = [f"{option}={value}" for option, value in given.items() if value is not None]
     command = [str(locked_python(LOCK)), "-m", f"tinker_cookbook.recipes.{name}", *arguments]
     return subprocess.Popen(
         command,

@@ -56,9 +56,10 @@ def check_model(config: TrainerConfig) -> ModelLimits:
             f"engines that do are {takers}"
         )
     limits = check(config, hf_config)
-    if config.train_vision and (not limits.reads_images or config.num_ranks > 1 or config.is_frozen):
+    if config.train_vision and (not limits.reads_images or config.is_frozen):
         raise ValueError(
-            "TrainerConfig.train_vision is True; that needs a model that reads images, trained as a whole on one rank"
+            "TrainerConfig.train_vision is True; that needs a model that reads images, trained as a whole: adapters "
+            "are of the language model only"
         )
     if config.head == "lm":
         check_head(config.model, tied=is_tied(hf_config))

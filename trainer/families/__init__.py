@@ -23,6 +23,16 @@ def check_routers(config: Mapping[str, Any]) -> None:
             )
 
 
+def check_image_size(config: Mapping[str, Any]) -> None:
+    """The `check` of Gemma 3: vLLM attends from an image's tokens to all of them, and transformers within a window."""
+    num_tokens, window = config.get("mm_tokens_per_image", 256), config.get("sliding_window", 4096)
+    if num_tokens > window:
+        raise ValueError(
+            f"config.json: mm_tokens_per_image is {num_tokens} and sliding_window {window}; an image must fit into the "
+            "window, or trainer and generator would attend differently"
+        )
+
+
 DEEPSEEK_V3 = ModelFamily(
     architectures=("DeepseekV3ForCausalLM",),
     engines=("fsdp2", "torchtitan"),
@@ -71,7 +81,6 @@ QWEN3_VL = ModelFamily(
         renderer="rl.vision.qwen_images:QwenImages",
         hidden="trainer.families.qwen_vl:hidden",
         prompt="generator.image_prompts:engine_prompt",
-        tokens="generator.image_prompts:tokens_with_images",
         tower=("model.visual.",),
     ),
 )
@@ -80,4 +89,24 @@ QWEN2_5_VL = replace(
     QWEN3_VL,
     architectures=("Qwen2_5_VLForConditionalGeneration",),
     vision=replace(QWEN3_VL.vision, renamed={"model.language_model.": "model.", "model.visual.": "visual."}),
+)
+GEMMA3 = ModelFamily(
+    architectures=("Gemma3ForConditionalGeneration",),
+    check="trainer.families:check_image_size",
+    # The CPU computes a prompt with images in one step; see generator/cpu/image_attention.py.
+    engine_args={**QWEN3_VL.engine_args, "limit_mm_per_prompt": {}, "enable_prefix_caching": False},
+    generator_ranks=1,
+    prepare_process=_TORCHVISION,
+    vision=VisionParts(
+        renderer="rl.vision.gemma_images:GemmaImages",
+        hidden="trainer.families.gemma3_images:hidden",
+        prompt="generator.image_prompts:gemma_prompt",
+        tower=("model.vision_tower.", "model.multi_modal_projector."),
+        renamed={
+            "model.language_model.": "language_model.model.",
+            "model.vision_tower.": "vision_tower.vision_model.",
+            "model.multi_modal_projector.": "multi_modal_projector.",
+            "lm_head.": "language_model.lm_head.",
+        },
+    ),
 )

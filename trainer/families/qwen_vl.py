@@ -1,9 +1,8 @@
 """Qwen's vision-language models over packed rows: each image's features stand in the embeddings of its own tokens.
 
-The features go to the places that the row names, and not to all tokens of the image's kind as in transformers: a model
-may sample such a token. Positions have three axes for rotary embeddings (M-RoPE, https://arxiv.org/abs/2409.12191) and
-a fourth, by which transformers keeps documents apart. Qwen3-VL also adds features of deeper layers of the vision tower
-to the first layers' hidden states (DeepStack, https://arxiv.org/abs/2406.04334).
+Positions have three axes for rotary embeddings (M-RoPE, https://arxiv.org/abs/2409.12191) and a fourth, by which
+transformers keeps documents apart. Qwen3-VL also adds features of deeper layers of the vision tower to the first
+layers' hidden states (DeepStack, https://arxiv.org/abs/2406.04334).
 
 Legend: L tokens of a row, D model dimension, F features of all images of the row.
 """
@@ -19,22 +18,21 @@ from torch import Tensor
 from rl.images import PlacedImage
 from trainer.engines.hf import document_kernel
 from trainer.engines.pytorch.document_attention import Bounds
+from trainer.families.image_features import compute, images_to_read, put
 
 
 def hidden(
     model: Any, tokens: Tensor, positions: Tensor, bounds: Bounds | None, images: Sequence[PlacedImage] = ()
 ) -> Tensor:
     """The `trainer.engines.hf.transformers_policy.Hidden` of the family."""
-    base = model.base_model
-    merge_size: int = model.config.vision_config.spatial_merge_size
-    axes = axis_positions(positions[0].cpu().numpy(), images, merge_size)
+    base, vision = model.base_model, model.config.vision_config
+    axes = axis_positions(positions[0].cpu().numpy(), images, vision.spatial_merge_size)
     embeddings = base.get_input_embeddings()(tokens)
     deep: dict[str, Any] = {}
-    if images:
-        features, deep = _features(base, images, tokens.device)
-        at = torch.from_numpy(_places(tokens.shape[1], images)).to(tokens.device)[None]  # [1, L]
-        embeddings = embeddings.masked_scatter(at[..., None], features.to(embeddings.dtype))
-        deep = {"visual_pos_masks": at, **deep} if deep else {}
+    if read := images_to_read((base.visual,), images, lambda: _blank(vision)):
+        features, deeper = compute((base.visual,), lambda: _features(base, read, tokens.device))
+        embeddings, at = put(embeddings, features, images)
+        deep = {"visual_pos_masks": at, "deepstack_visual_embeds": deeper} if deeper else {}
     return base.language_model(
         inputs_embeds=embeddings,
         position_ids=torch.from_numpy(axes).to(tokens.device)[:, None],
@@ -63,21 +61,19 @@ def axis_positions(positions: NDArray[np.int64], images: Sequence[PlacedImage], 
     return axes
 
 
-def _features(base: Any, images: Sequence[PlacedImage], device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-    """[F, D], and what of the deeper layers the language model takes. A frozen tower computes no gradient."""
+def _features(base: Any, images: Sequence[PlacedImage], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """[F, D], and the same of the deeper layers that the language model takes."""
     patches = torch.from_numpy(np.concatenate([image.inputs["pixel_values"] for image in images]))
     grids = torch.from_numpy(np.stack([image.inputs["image_grid_thw"] for image in images]))
-    trained = any(parameter.requires_grad for parameter in base.visual.parameters())
-    with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
-        read = base.get_image_features(patches.to(device), grids.to(device), return_dict=True)
+    read = base.get_image_features(patches.to(device), grids.to(device), return_dict=True)
     deeper: Sequence[Sequence[Tensor]] = getattr(read, "deepstack_features", None) or ()
-    deep = {"deepstack_visual_embeds": [torch.cat([*layer]) for layer in deeper]} if deeper else {}
-    return torch.cat([*read.pooler_output]), deep
+    return torch.cat([*read.pooler_output]), [torch.cat([*layer]) for layer in deeper]
 
 
-def _places(length: int, images: Sequence[PlacedImage]) -> NDArray[np.bool_]:
-    """[L] whether a token stands for an image."""
-    places = np.zeros(length, dtype=np.bool_)
-    for image in images:
-        places[image.start : image.start + image.num_tokens] = True
-    return places
+def _blank(vision: Any) -> PlacedImage:
+    """One feature's worth of patches."""
+    side = vision.spatial_merge_size
+    size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    patches = np.zeros((side**2, size), dtype=np.float32)
+    inputs = {"pixel_values": patches, "image_grid_thw": np.array([1, side, side])}
+    return PlacedImage(start=0, num_tokens=0, data=b"", inputs=inputs)

@@ -33,7 +33,8 @@ def _answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
         text, is_error = f"{len(arguments['word'])} letters, says {os.getpid()}", False
     else:
         text, is_error = arguments.get("reason", "an argument is missing: word"), True
-    return {"content": [{"type": "text", "text": text}], "isError": is_error}
+    images = [{"type": "image", "data": "aGk=", "mimeType": "image/png"}] if arguments.get("word") == "hi" else []
+    return {"content": [{"type": "text", "text": text}, *images], "isError": is_error}
 
 
 if __name__ == "__main__":

@@ -55,6 +55,13 @@ def test_an_episode_uses_the_tools_of_a_server_and_functions(script: str) -> Non
     assert (done.reward, done.metrics["tool_calls"], done.metrics["tool_errors"]) == (1.0, 3.0, 2.0)
 
 
+def test_a_server_may_answer_with_an_image() -> None:
+    (count, _) = MCPServer(command=(sys.executable, PLAIN)).tools()
+    image, text = asyncio.run(count[1](word="hi"))
+    assert image == {"type": "image", "image": "data:image/png;base64,aGk="}
+    assert text["text"].startswith("2 letters")
+
+
 @pytest.mark.slow  # it starts two processes that import mcp
 def test_a_server_dies_with_its_parent() -> None:
     script = f"""

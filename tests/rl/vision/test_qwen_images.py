@@ -3,10 +3,12 @@
 Covers: rl/vision/__init__.py, rl/vision/qwen_images.py, rl/vision/tiny_vl.py
 """
 
+import asyncio
 import base64
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,19 +17,23 @@ import pytest
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from generator.config import GeneratorConfig, check_request
 from rl.data.batching import validate_batch
 from rl.data.rows import prompt_fault
 from rl.data.sources import JsonlExamples, examples_to_data
+from rl.envs.tools import ToolEnv
 from rl.images import images_of
+from rl.protocols import Observation
 from rl.rollouts.columns import groups_to_table, parquet_bytes, table_to_groups
 from rl.rollouts.episodes import rollout_to_datum
 from rl.rollouts.rendering import Renderer, prompt_text
 from rl.system.hf_config import inspect_model
 from rl.tiny_models import tiny_qwen3
-from rl.types import Completion, Group, Rollout, Turn
+from rl.types import Completion, Group, Rollout, SamplingParams, Turn
 from rl.vision.qwen_images import file_bytes, pixels
 from rl.vision.tiny_vl import IMAGE_TOKEN, tiny_qwen2_5_vl, tiny_qwen3_vl
-from tests.vision import WORDS, parts, picture
+from tests.rl.envs.test_tools import Sums, call
+from tests.vision import WORDS, image_datum, parts, picture
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +70,9 @@ def test_patches_are_those_of_the_models_processor(model: Path) -> None:
 
 def test_every_form_of_an_image_is_the_same(model: Path, tmp_path: Path) -> None:
     data = file_bytes(picture(32, 64))
-    (tmp_path / "picture.png").write_bytes(data)
-    url = "data:image/png;base64," + base64.b64encode(data).decode()
-    forms = [data, tmp_path / "picture.png", str(tmp_path / "picture.png"), url, {"bytes": data, "path": None}]
+    path, url = tmp_path / "picture.png", as_url(picture(32, 64))
+    path.write_bytes(data)
+    forms = [data, path, str(path), url, {"bytes": data, "path": None}]
     assert [file_bytes(form) for form in forms] == [data] * len(forms)
 
 
@@ -77,6 +83,28 @@ def test_replies_and_given_answers_may_follow_images(model: Path) -> None:
     prompt = parts("what", (64, 64))
     assert renderer.encode_completion(prompt, "red") == renderer.encode_completion(parts("what"), "red")
     assert prompt_text(prompt) == " what [image]"
+
+
+def test_a_tool_may_return_an_image(model: Path) -> None:
+    env = ToolEnv(env=Sums(), tools=("tests.rl.envs.test_tools:echo",))
+    shown = [{"type": "image", "image": as_url(picture(64, 64))}, {"type": "text", "text": " red "}]
+
+    async def asked(value: Any) -> Any:
+        episode = await env.train_problems(0, 0, 1)[0].start()
+        observed = await episode.reply(call("echo", value=value))
+        assert isinstance(observed, Observation)
+        return observed.messages[0]
+
+    message = asyncio.run(asked(shown))
+    assert message == {"role": "tool", "content": shown}
+    (image,) = images_of(Renderer(model).encode_reply([message], (3,)))
+    assert image.data == file_bytes(picture(64, 64))
+    for other in ([{"type": "text", "text": "red"}], [{"type": "image"}], [1, 2]):
+        assert asyncio.run(asked(other))["content"] == json.dumps(other)
+
+
+def as_url(image: Image.Image) -> str:
+    return f"data:image/png;base64,{base64.b64encode(file_bytes(image)).decode()}"
 
 
 def test_an_image_token_that_a_user_spells_out_is_text(model: Path) -> None:
@@ -125,6 +153,17 @@ def test_images_need_a_model_and_a_processor(tmp_path: Path) -> None:
     assert Renderer(without).encode(parts("red"))
 
 
+def test_an_image_larger_than_the_context_is_refused(model: Path, tmp_path: Path) -> None:
+    prompt, sampling = Renderer(model).encode(parts((256, 256))), SamplingParams(max_tokens=4)
+    assert len(prompt) == 64 + 7
+    with pytest.raises(ValueError, match=r"a prompt of 71 tokens and max_tokens=4 need 75 tokens; the generator's con"):
+        check_request(prompt, sampling, 1, GeneratorConfig(model=model, max_model_len=48))
+    with pytest.raises(ValueError, match=r"batch\[0\].tokens has length 71"):
+        validate_batch([image_datum(prompt, [8])], vocab_size=32, max_seq_len=48, reads_images=True)
+    with pytest.raises(ValueError, match=r"the prompt has 1 images; .*text is a model of text"):
+        check_request(prompt, sampling, 1, GeneratorConfig(model=tiny_qwen3(tmp_path / "text")))
+
+
 def test_recordings_keep_each_file_once_and_are_read_again(model: Path) -> None:
     renderer = Renderer(model)
     prompt, reply = renderer.encode(parts((64, 96))), renderer.encode_reply(parts((64, 96), "red", (32, 32)), (3,))
@@ -151,8 +190,7 @@ def test_recordings_keep_each_file_once_and_are_read_again(model: Path) -> None:
 def test_rows_of_a_file_are_told_apart_by_their_images(model: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     for number in range(40):
-        url = f"data:image/png;base64,{base64.b64encode(file_bytes(picture(32, 32, seed=number))).decode()}"
-        content = [{"type": "image", "image": url}, {"type": "text", "text": " what "}]
+        content = [{"type": "image", "image": as_url(picture(32, 32, seed=number))}, {"type": "text", "text": " what "}]
         lines.append(json.dumps({"prompt": [{"role": "user", "content": content}], "completion": "red"}))
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     source = JsonlExamples(path=tmp_path / "rows.jsonl")
