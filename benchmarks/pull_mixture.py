@@ -46,7 +46,9 @@ def models(folder: Path, num_layers: int) -> tuple[Path, Path]:
         "num_hidden_layers": num_layers,
         "initializer_range": 0.05,
     }
-    mixture = tiny_qwen3_moe(folder / "mixture", **shape, num_experts=EXPERTS, moe_intermediate_size=HIDDEN)
+    mixture = tiny_qwen3_moe(
+        folder / "mixture", **shape, tie_word_embeddings=True, num_experts=EXPERTS, moe_intermediate_size=HIDDEN
+    )
     return mixture, tiny_llama(folder / "dense", **shape, intermediate_size=EXPERTS * HIDDEN)
 
 
