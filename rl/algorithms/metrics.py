@@ -15,7 +15,7 @@ from rl.system.timeline import CONTROLLER, span
 from rl.types import REPORTED_WEIGHT, Datum, ForwardBackwardOutput, Group
 
 Array = NDArray[np.float32]
-_DATUMS_AT_ONCE = 16
+_DATUMS_AT_ONCE = 32
 
 
 class PhaseClock:
@@ -74,7 +74,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **{name: float(np.mean(values)) for name, values in reported.items()},
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
-        "completion_tokens_mean": float(np.mean([rollout.num_sampled_tokens for rollout in rollouts])),
+        "completion_tokens_mean": num_completion_tokens(groups) / len(rollouts),
         "truncated_fraction": float(np.mean([rollout.truncated for rollout in rollouts])),
         "turns_mean": float(np.mean([len(rollout.turns) for rollout in rollouts])),
         "seconds_environment_max": max(rollout.environment_s for rollout in rollouts),
@@ -84,7 +84,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def num_completion_tokens(groups: Sequence[Group]) -> int:
     """Number of tokens sampled in these groups."""
-    return sum(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts)
+    turns = (turn for group in groups for rollout in group.rollouts for turn in rollout.turns)
+    return sum(len(turn.completion.tokens) for turn in turns)
 
 
 def policy_staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -110,12 +111,17 @@ def logprob_mismatch(batch: Sequence[Datum], output: ForwardBackwardOutput) -> d
     if not all("logprobs" in datum.loss_inputs for datum in batch):
         return {}
     num_counted, distances, ratios, largest = 0, 0.0, 0.0, 0.0
-    for first in range(0, len(batch), _DATUMS_AT_ONCE):  # what fits into the processor's cache, of millions of tokens
+    # What fits into the processor's cache, of millions of tokens, in memory that stays.
+    rooms = np.empty((2, _DATUMS_AT_ONCE * max((len(datum.tokens) for datum in batch), default=0)), np.float32)
+    for first in range(0, len(batch), _DATUMS_AT_ONCE):
         datums = batch[first : first + _DATUMS_AT_ONCE]
-        given = np.concatenate([datum.loss_inputs["logprobs"] for datum in datums])
-        counted = np.abs(np.concatenate([datum.weights for datum in datums])) > REPORTED_WEIGHT
-        delta = np.where(counted, np.concatenate(output.logprobs[first : first + _DATUMS_AT_ONCE]) - given, 0)
-        distance = np.abs(delta)
+        delta, other = rooms[:, : sum(len(datum.tokens) for datum in datums)]
+        np.concatenate(output.logprobs[first : first + _DATUMS_AT_ONCE], out=delta)
+        delta -= np.concatenate([datum.loss_inputs["logprobs"] for datum in datums], out=other)
+        weights = np.concatenate([datum.weights for datum in datums], out=other)
+        counted = np.abs(weights, out=weights) > REPORTED_WEIGHT
+        np.copyto(delta, 0, where=~counted)
+        distance = np.abs(delta, out=other)
         here = int(np.count_nonzero(counted))
         num_counted += here
         distances += float(distance.sum())
