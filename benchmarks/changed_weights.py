@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.harness import REPOSITORY, Bar, benchmark_model, parser, print_result
 from rl.types import AdamParams, Datum
-from rl.weights.messages import Part, changes_of, cut_messages
-from rl.weights.versions import build_manifest
+from rl.weights.copies import changes_of
+from rl.weights.links import PART_BYTES, bytes_of
 
 RATES = (1e-6, 3e-6, 1e-5)
 Weights = Mapping[str, torch.Tensor]
@@ -76,19 +76,14 @@ def datums(model: Path, step: int, length: int) -> list[Datum]:
 
 def compared(before: Weights, after: Weights) -> tuple[float, float]:
     """The share of elements that differ, and of bytes that a link brings to a host that has `before`."""
-    manifest = build_manifest((name, tuple(each.shape), each.dtype) for name, each in after.items())
-    changed = sum(int((before[name].view(torch.int16) != each.view(torch.int16)).sum()) for name, each in after.items())
-    sent = total = 0
-    parts = [Part(i, tuple((0, size) for size in spec.shape)) for i, spec in enumerate(manifest)]
-    for message in cut_messages(parts, manifest):
-        new, old = (
-            torch.cat([of[manifest[p.tensor].name][p.slices].reshape(-1) for p in message]).view(torch.uint8)
-            for of in (after, before)
-        )
-        changes = changes_of(new, old)
-        sent += len(new) if changes is None else len(changes)
-        total += len(new)
-    return 2 * changed / total, sent / total
+    changed = sent = total = 0
+    for name, each in after.items():
+        for new, old in zip(*(bytes_of(tensor).split(PART_BYTES) for tensor in (each, before[name])), strict=True):
+            changes = changes_of(new, old)
+            changed += 2 * int((new.view(torch.int16) != old.view(torch.int16)).sum())
+            sent += len(new) if changes is None else len(changes)
+            total += len(new)
+    return changed / total, sent / total
 
 
 def _cast(engine: Any) -> dict[str, torch.Tensor]:

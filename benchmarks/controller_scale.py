@@ -35,6 +35,7 @@ from rl.algorithms.metrics import num_completion_tokens
 from rl.protocols import Done, Episode
 from rl.rollouts.episodes import groups_to_data, rollout_groups
 from rl.rollouts.rendering import Renderer
+from rl.system.hardware import without_walking_what_exists
 from rl.tiny_models import VOCAB_SIZE, tiny_llama
 from rl.types import AdamParams, Completion, Datum, ForwardBackwardOutput, Group, OptimStepOutput, SamplingParams
 from trainer.config import TrainerConfig
@@ -196,7 +197,8 @@ def main() -> None:
     options = parser(__doc__, quick="0.5 and 2 million tokens").parse_args()
     length = 64 if options.smoke else LENGTH
     sizes = [2**12, 2**13] if options.smoke else [2**19, 2**21] if options.quick else [2**19, 2**21, 2**23]
-    with tempfile.TemporaryDirectory() as scratch:
+    # As around the steps of a run: the garbage collector passes over what exists before them.
+    with tempfile.TemporaryDirectory() as scratch, without_walking_what_exists():
         costs = [asyncio.run(_measure(Path(scratch), size, length)) for size in sizes]
     first, last = costs[0], costs[-1]
     for cost in costs:

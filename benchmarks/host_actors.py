@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from monarch.actor import Actor, endpoint
 
+from rl.weights import links
 from rl.weights.network import NetworkReceiver
 from rl.weights.versions import VersionRecord
 from trainer.push import WeightPublisher
@@ -50,6 +51,11 @@ class SendingRank(Actor):
         """Changes this share of the elements of every tensor, evenly spread."""
         for tensor in self._masters.values():
             tensor.view(-1)[:: round(1 / share)].neg_()
+
+    @endpoint
+    async def use_links(self, count: int) -> None:
+        """Pushes over so many links from now on."""
+        links.LINKS = count
 
     @endpoint
     async def publish(self, version: int) -> VersionRecord:

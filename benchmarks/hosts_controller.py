@@ -58,8 +58,7 @@ async def _cluster(hosts: Sequence[str]) -> "Cluster":
 async def weights(names: Sequence[str], megabytes: float, rounds: int, logs: Path) -> dict[str, Any]:
     """Pushes and pulls from the first host to the second, with its references, and to all of the others at once."""
     from benchmarks.host_actors import ReadingRank, SendingRank
-    from controller.handles.store import WeightStore
-    from controller.handles.weight_receivers import GeneratorHost
+    from controller.handles.store import GeneratorHost, WeightStore
     from controller.launching.assignments import receiving
 
     cluster = await _cluster(names)
@@ -95,22 +94,27 @@ async def _spawn(
 
 async def _to_one(trainer: "Mesh", reader: "Mesh", address: str, rounds: int) -> dict[str, list[float]]:
     """The seconds of each way to get a version from the trainer, at `address`, into a reader's tensors."""
+    from rl.weights.links import LINKS
+
     seconds: dict[str, list[float]] = defaultdict(list)
     sender, receiver = trainer.rank(0), reader.rank(0)
-    for version in range(rounds + 1):  # the first is a warm-up
-        port = await trainer.answer(sender.serve.call_one(), "serve")
-        tcp = await reader.answer(receiver.fetch.call_one(address, port), "fetch")
-        push, pull, sent = await _update(trainer, [reader], version)
-        begin, key = time.perf_counter(), f"benchmark/{version}"
-        await trainer.answer(sender.put.call_one(key), "put")
-        await reader.answer(receiver.get.call_one(key), "get")
-        torchstore = time.perf_counter() - begin
-        for name, value in {"tcp": tcp, "push": push, "pull": pull, "bytes": sent, "torchstore": torchstore}.items():
-            seconds[name].append(value)
-    for version in range(rounds + 1, 2 * rounds + 2):
+    # The first round of everything is a warm-up, and the first of these versions is new to the host.
+    for version in range(rounds + 1):
         push, _, sent = await _update(trainer, [reader], version, share=0.01)
         seconds["push_1_percent"].append(push)
         seconds["bytes_1_percent"].append(sent)
+    for version in range(rounds + 1, 3 * rounds + 3, 2):
+        port = await trainer.answer(sender.serve.call_one(), "serve")
+        seconds["tcp"].append(await reader.answer(receiver.fetch.call_one(address, port), "fetch"))
+        for index, (count, name) in enumerate(((1, "_1_link"), (LINKS, ""))):
+            await trainer.answer(sender.use_links.call_one(count), "use_links")
+            push, pull, sent = await _update(trainer, [reader], version + index)
+            for what, value in {"push": push, "pull": pull, "update": push + pull, "bytes": sent}.items():
+                seconds[what + name].append(value)
+        begin, key = time.perf_counter(), f"benchmark/{version}"
+        await trainer.answer(sender.put.call_one(key), "put")
+        await reader.answer(receiver.get.call_one(key), "get")
+        seconds["torchstore"].append(time.perf_counter() - begin)
     return {name: values[1:] for name, values in seconds.items()}
 
 

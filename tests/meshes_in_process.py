@@ -21,8 +21,7 @@ import torch
 import torchstore
 from monarch.actor import Actor
 
-from controller.handles.store import WeightStore
-from controller.handles.weight_receivers import WeightReceivers
+from controller.handles.store import WeightReceivers, WeightStore
 from controller.processes.mesh import Mesh
 from generator.actor import VLLMGenerator
 from tests.stores import FakeStore

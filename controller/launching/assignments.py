@@ -14,7 +14,7 @@ from rl.types import WeightTransport
 from trainer.config import TrainerConfig
 
 if TYPE_CHECKING:  # the imports would load Monarch
-    from controller.handles.weight_receivers import GeneratorHost
+    from controller.handles.store import GeneratorHost
     from controller.hosts.cluster import Cluster
     from controller.hosts.host_groups import Hosts
     from controller.hosts.other_hosts import OtherHosts
@@ -205,7 +205,7 @@ class Assignments:
 
 def receiving(cluster: "Cluster", host: "Host") -> "GeneratorHost":
     """One of the other hosts, as one that weights are sent to."""
-    from controller.handles.weight_receivers import GeneratorHost
+    from controller.handles.store import GeneratorHost
 
     return GeneratorHost(
         name=host.name,
@@ -218,7 +218,7 @@ def receiving(cluster: "Cluster", host: "Host") -> "GeneratorHost":
 
 def _receiving_here(other: "Host") -> "GeneratorHost":
     """This host, as one that weights are sent to from another."""
-    from controller.handles.weight_receivers import GeneratorHost
+    from controller.handles.store import GeneratorHost
 
     return GeneratorHost(
         name="controller",

@@ -29,7 +29,10 @@ def has_signal(rewards: Rewards) -> bool:
 
     Differences of the size of floating-point rounding do not count: normalising would turn them into advantages.
     """
-    return len(rewards) > 0 and bool(np.ptp(rewards) > max(_ROUNDING * np.abs(rewards).max(), _SMALLEST))
+    if len(rewards) == 0:
+        return False
+    least, most = float(rewards.min()), float(rewards.max())
+    return most - least > max(_ROUNDING * max(-least, most), _SMALLEST)
 
 
 def group_mean(rewards: Rewards) -> Rewards:

@@ -1,4 +1,4 @@
-"""Copies of hundreds of tensors into and out of weight memory, on a GPU or on all threads of a CPU.
+"""Copies of hundreds of tensors into and out of weight memory, on a GPU or on all threads of a CPU; what changed.
 
 On a GPU, weights are cast before they travel, so that float32 never does. The copies are queued, hundreds in one call
 and without waiting for each, which is only possible if the host's memory is pinned: the GPU then reads and writes it
@@ -96,7 +96,7 @@ class Workers:
         self._num_threads = torch.get_num_threads()
         self._pool: ThreadPoolExecutor | None = None
         if self._num_threads > 1:
-            self._pool = ThreadPoolExecutor(self._num_threads, "weights", initializer=_use_one_thread)
+            self._pool = ThreadPoolExecutor(self._num_threads, "weights", initializer=use_one_thread)
             all_here = threading.Barrier(self._num_threads)
             wait([self._pool.submit(all_here.wait) for _ in range(self._num_threads)])
             _set_num_threads(self._num_threads)  # of this thread, and of those to come
@@ -145,7 +145,7 @@ class Workers:
             future.result()
 
 
-def _use_one_thread() -> None:
+def use_one_thread() -> None:
     """Makes torch's operations run in this thread alone."""
     torch.get_num_threads()  # a thread takes the number of the whole process when torch first looks for it there
     _set_num_threads(1)
@@ -153,3 +153,44 @@ def _use_one_thread() -> None:
 
 def _copy(destination: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
     return lambda: destination.copy_(source)
+
+
+_BLOCK = 1 << 16  # pairs of bytes, whose places in it are two bytes each
+_SAMPLE = 61  # words of which one is looked at first; odd, so that samples lie in all columns
+
+
+def changes_of(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor | None:
+    """What turns `old` into `new` (uint8 [N] both), as uint8 [n]; None if that is hardly less.
+
+    Counts of changed pairs of bytes, int32 for each block of 65,536 pairs; their places in their blocks, and their
+    values, two bytes each.
+    """
+    word = next((each for each in (torch.int64, torch.int32, torch.int16) if len(new) % each.itemsize == 0), None)
+    if word is None:
+        return None
+    ours, theirs = new.view(word), old.view(word)
+    if 2 * int((ours[::_SAMPLE] != theirs[::_SAMPLE]).sum()) > len(ours) // _SAMPLE + 1:
+        return None
+    words = (ours != theirs).nonzero()[:, 0]  # a pair of bytes is looked at only where a whole word has changed
+    pairs = new.view(torch.int16).view(-1, word.itemsize // 2)
+    row, column = (pairs[words] != old.view(torch.int16).view_as(pairs)[words]).nonzero(as_tuple=True)
+    places = word.itemsize // 2 * words[row] + column
+    counts = torch.bincount(places // _BLOCK, minlength=_num_blocks(new)).to(torch.int32)
+    found = [counts, places.to(torch.int16), pairs.view(-1)[places]]  # a cast to int16 keeps the last 16 bits
+    changes = torch.cat([each.view(torch.uint8) for each in found])
+    return changes if len(changes) < len(new) else None
+
+
+def apply_changes(changes: torch.Tensor, data: torch.Tensor) -> None:
+    """Turns `old` into `new`, in place; see `changes_of`. Raises ValueError for changes that are none of `data`."""
+    size = 4 * _num_blocks(data)
+    counts = changes[:size].view(torch.int32)
+    if len(changes) != size + 4 * int(counts.sum()):
+        raise ValueError(f"{len(changes)} bytes of changes are no changes of {len(data)} bytes")
+    within, values = changes[size:].view(torch.int16).chunk(2)
+    block = torch.arange(len(counts)).repeat_interleave(counts)
+    data.view(torch.int16)[_BLOCK * block + (within.to(torch.int64) & (_BLOCK - 1))] = values
+
+
+def _num_blocks(data: torch.Tensor) -> int:
+    return -(-len(data) // (2 * _BLOCK))

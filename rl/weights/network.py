@@ -1,7 +1,7 @@
 """The transport between hosts: trainer ranks send their shards to the generators' hosts, once for each host.
 
     rank 0:    next_route -> begin on every host of a chain, in which each host passes on to the next
-    all ranks: connect to the first host, cast and send their shards
+    all ranks: links to the first host, side by side; threads cast parts of the shards and send them
     rank 0:    finish -> what every host received; the hosts that lack the version get a second transfer
     rank 0:    the version goes into the index, with its location on every host that has it
 
@@ -10,7 +10,8 @@ host; see `receiving_process`. The push fails if no host has the version in the 
 that lack it, whose generators cannot pull it, and tries them again at the next push.
 
 Every rank keeps a copy of its last shards. Hosts that have all of that version are sent only its changes: exactly the
-pairs of bytes that differ, where these are fewer. In bfloat16, small steps leave most weights as they are.
+pairs of bytes that differ, where these are fewer. In bfloat16, small steps leave most weights as they are. A copy that
+saves little is freed.
 """
 
 import asyncio
@@ -25,12 +26,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVarTuple
 
-import torch
-
 from rl.system.hardware import host_identity
 from rl.weights.buffer import BufferLocation, WeightBuffer, held_version, is_kept
-from rl.weights.messages import LinkAddress, OwnShards
-from rl.weights.ranks import CANNOT_PUBLISH, all_gather, num_ranks, on_rank_0, own_rank, raise_on_every_rank
+from rl.weights.links import OwnShards, Route, Sent
+from rl.weights.ranks import CANNOT_PUBLISH, all_gather, on_rank_0, own_rank, raise_on_every_rank
 from rl.weights.receiving_process import Received, ReceivingHost, ReceivingProcess, Transfer, receiving_hosts
 from rl.weights.shared_memory import SharedMemoryReceiver
 from rl.weights.transport import Shard
@@ -94,7 +93,7 @@ class NetworkSender:
         self._unchanged = False
         self._hosts: Sequence[ReceivingHost] = ()
         self._have_last: frozenset[str] = frozenset()  # the processes that received all of the last push
-        self._sent: dict[int, torch.Tensor] = {}
+        self._shards = OwnShards()
         self._announced: deque[frozenset[tuple[str, BufferLocation]]] = deque(maxlen=LIVING_VERSIONS)
 
     async def prepare(self, manifest: Manifest) -> None:
@@ -104,11 +103,9 @@ class NetworkSender:
 
     async def send(self, record: VersionRecord, shards: Iterable[Shard]) -> tuple[VersionRecord, tuple[int, ...]]:
         """Sends the shards until every host has the version or has been given up."""
-        own = OwnShards(self._manifest, record.full_checksums, self._sent)
         problem: Exception | None = None
         try:
-            for shard in shards:
-                own.add(shard)
+            self._shards.hold(shards, self._manifest)
         except Exception as error:  # of any kind, here and below, because the other ranks wait to hear of it
             problem = error
         await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
@@ -117,13 +114,10 @@ class NetworkSender:
         self._have_last = frozenset()
         while (route := await on_rank_0(push.next_route)) is not None:
             try:
-                mine = None, await asyncio.to_thread(own.send, *route)
+                sent = await asyncio.to_thread(self._shards.send, route, record.full_checksums)
             except Exception as error:
-                mine = str(error), {}
-            problems, sums = zip(*await asyncio.to_thread(all_gather, mine), strict=True)
-            totals = [add_up(of_rank.get(i, 0) for of_rank in sums) for i in range(len(self._manifest))]
-            found = next(filter(None, problems), None)
-            await on_rank_0(partial(push.finish, found, tuple(totals) if record.full_checksums else None))
+                sent = Sent(problem=str(error))
+            await on_rank_0(partial(push.finish, await asyncio.to_thread(all_gather, sent)))
         return await on_rank_0(partial(self._publish, push))
 
     def holds_same(self, before: VersionRecord, record: VersionRecord) -> bool:
@@ -227,10 +221,10 @@ class _Push:
         locations = {identity: each.location for identity, each in self._received.items()}
         return replace(self.record, location=locations), first
 
-    async def next_route(self) -> tuple[LinkAddress, str, bool] | None:
-        """Where every rank sends its shards, the transfer's id, and whether only changes are sent.
+    async def next_route(self) -> Route | None:
+        """Where every rank sends its shards; None if no host lacks them, or none can take them.
 
-        None if no host lacks them, or none can take them. Every host of the chain expects them by then.
+        Every host of the chain expects them by then.
         """
         try:
             self.hosts = self.hosts or await receiving_hosts(await self.get_store())
@@ -242,16 +236,20 @@ class _Push:
                 elif await self._begin(changes := self.have_last >= {host.process for host in self._chain}):
                     self._num_transfers += 1
                     self.have_last = frozenset()  # now each rank has a part of this version in its copy
-                    return self._chain[0].links, self._id, changes
+                    return Route(self._chain[0].links, self._id, changes)
         except WeightsError as error:
             self._reasons[""] = str(error)
         return None
 
-    async def finish(self, problem: str | None, element_sums: tuple[int, ...] | None) -> None:
-        """Asks every host of the chain for its result. `problem` is an error of the sending ranks."""
+    async def finish(self, sent: Sequence[Sent]) -> None:
+        """Asks every host of the chain for its result. `sent` is what every rank has sent."""
+        problem = next((each.problem for each in sent if each.problem), None)
         if problem is None:
+            num_links, indices = sum(each.num_links for each in sent), range(len(self.record.manifest))
+            sums = tuple(add_up(each.sums[index] for each in sent) for index in indices)
+            arguments = self._id, num_links, sums if self.record.full_checksums else None
             limit_s = self._idle_s + buffer_size(self.record.manifest) / _BYTES_PER_S
-            calls = [host.call(ReceivingProcess.finish, self._id, element_sums) for host in self._chain]
+            calls = [host.call(ReceivingProcess.finish, *arguments) for host in self._chain]
             # A host that fails keeps the next one waiting.
             outcomes = await _outcomes(self._chain, calls, self.get_store, limit_s, after_failure_s=ALIVE_S)
             self._succeeded(self._chain, outcomes)
@@ -273,7 +271,6 @@ class _Push:
                 publisher=self.publisher,
                 keep=self.locations.get(host.identity),
                 reader_timeout_s=self.reader_timeout_s,
-                num_links=num_ranks(),
                 next_host=self._chain[position + 1].links if position + 1 < len(self._chain) else None,
                 changes=changes,
             )

@@ -2,7 +2,7 @@
 
     rank 0 of the trainer: begin   -> locks the buffer that does not hold the newest version
     ranks of the trainer:  links   -> a thread for each link writes what arrives into the buffer
-                                      another one passes each message on to the next host, if there is one
+                                      another one passes the same bytes on to the next host, if there is one
     rank 0 of the trainer: finish  -> waits for the end of all links, checks and seals: generators can read the version
 
 The trainer sends to one host and every host to the next, so the trainer sends every byte once. A version is visible
@@ -15,29 +15,19 @@ of the trainer reads the directory before every push, so a process that was repl
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar, TypeVarTuple
 
 import torch
 
 from rl.system.hardware import available_memory_bytes
 from rl.weights.buffer import BufferLocation, WeightBuffer, short_of_memory
-from rl.weights.messages import (
-    LINK_TIMEOUT_S,
-    Link,
-    LinkAddress,
-    LinkError,
-    Message,
-    Part,
-    connect,
-    receive_message,
-    receive_plan,
-    send_messages,
-)
+from rl.weights.copies import apply_changes
+from rl.weights.links import END, ID_BYTES, LINK_TIMEOUT_S, Link, LinkAddress, LinkError, Part, bytes_of, memory_of
 from rl.weights.versions import Store, VersionRecord, WeightsError, corrupted, element_sum, is_missing
 
 T = TypeVar("T")
@@ -92,8 +82,6 @@ class Transfer:
     keep: BufferLocation | None
     """Where the newest published version lies on this host, which must not be overwritten."""
     reader_timeout_s: float
-    num_links: int
-    """How many links the version arrives on: one from each of the trainer's ranks, through all hosts."""
     next_host: LinkAddress | None
     """Where every link is passed on to."""
     changes: bool = False
@@ -148,18 +136,20 @@ class ReceivingProcess:
             buffer.begin_write(transfer.reader_timeout_s)
             self._incoming = _Incoming(transfer, buffer, known)
 
-    def finish(self, transfer_id: str, element_sums: tuple[int, ...] | None) -> Received:
+    def finish(self, transfer_id: str, num_links: int, element_sums: tuple[int, ...] | None) -> Received:
         """Waits until everything has arrived, and makes the version visible. Raises `WeightsError`.
 
-        `element_sums` has the sums of every tensor, to be compared with the bytes that arrived.
+        `num_links` is how many links the trainer's ranks made. `element_sums` has the sums of every tensor, to be
+        compared with the bytes that arrived.
         """
         incoming = self._incoming
         try:
             if incoming is None or incoming.transfer.id != transfer_id:
                 raise WeightsError("the transfer is no longer under way: another one took its place")
-            incoming.wait(self.link_timeout_s)
+            incoming.wait(num_links, self.link_timeout_s)
             with self._one_at_a_time:
-                incoming.check_whole()  # it may have been broken off meanwhile
+                if self._incoming is not incoming:
+                    raise WeightsError("the transfer was broken off")
                 return self._seal(incoming, element_sums)
         except BaseException:
             self.abandon(transfer_id)
@@ -202,7 +192,7 @@ class ReceivingProcess:
     def _receive(self, connection: socket.socket) -> None:
         with closing(Link(connection, self.link_timeout_s)) as link:
             try:
-                transfer_id = link.receive_id()
+                transfer_id = link.receive_bytes(ID_BYTES).decode("ascii", "replace")
             except LinkError:
                 return
             with self._one_at_a_time:
@@ -274,98 +264,115 @@ class _Incoming:
         """`known` has the version whose changes arrive in `buffer`, if only changes do."""
         self.transfer = transfer
         self.buffer = buffer
-        self._known = None if known is None else partial(self._place, known)
         self.sealed = False
+        self._known = known
         self._manifest = transfer.record.manifest
+        self._ends: SimpleQueue[Counter[int] | Exception] = SimpleQueue()  # bytes of each tensor that a link brought
         self._lock = threading.Lock()  # of all below
         self._links: list[Link] = []
         self._receiving: list[threading.Thread] = []
-        self._num_ended = 0
-        self._num_bytes = [0] * len(self._manifest)  # of each tensor, that have arrived
-        self._problem: Exception | None = None
-        self._ended = threading.Event()
+        self._is_over = False
 
     def receive(self, link: Link) -> None:
         """Receives what arrives on a link, until its end."""
-        with self._lock:
-            self._receiving.append(threading.current_thread())
-        arrived: SimpleQueue[bool] = SimpleQueue()  # True for each message; False once no further one comes
+        arrived: Counter[int] = Counter()
+        onward = self._forwarding()
         try:
-            self._hold(link)
-            messages = receive_plan(link)
-            if self.transfer.next_host is not None:
-                forward = self.transfer.next_host, messages, arrived
-                threading.Thread(target=self._forward, args=forward, daemon=True).start()
-            for message in messages:
-                receive_message(link, message, self._manifest, partial(self._place, self.buffer), self._known)
-                with self._lock:
-                    for part in message:
-                        self._num_bytes[part.tensor] += part.nbytes(self._manifest)
-                arrived.put(True)
-            link.receive_end()
-        except Exception as error:  # `check_whole` raises it
-            self._end(error)
+            self._hold(link, threading.current_thread())
+            while (head := link.receive_head()) is not None:
+                part, num_bytes, described = head
+                data = self._receive_part(link, part, num_bytes)
+                arrived[part.tensor] += part.nbytes(self._manifest)
+                onward(described)
+                onward(memory_of(data))
+            onward(END)
+        except Exception as error:  # `wait` raises it
+            self._ends.put(error)
         else:
-            with self._lock:
-                self._num_ended += 1
-                is_last = self._num_ended == self.transfer.num_links
-            if is_last:
-                self._end(None)
-        arrived.put(False)
+            self._ends.put(arrived)
+        onward(None)
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, num_links: int, timeout_s: float) -> None:
         """Waits until everything has arrived. Raises `WeightsError` if it does not."""
-        while not self._ended.wait(timeout_s):  # a link that is held ends by its own limit
-            if len(self._receiving) < self.transfer.num_links:
-                raise LinkError(f"receiving weights: the other end did not connect within {timeout_s:g} s")
-
-    def check_whole(self) -> None:
-        """Raises `WeightsError` unless everything has arrived."""
-        if self._problem is not None:
-            raise self._problem
+        arrived: Counter[int] = Counter()
+        for _ in range(num_links):
+            arrived += self._next_end(num_links, timeout_s)
         # A part that no rank sends would silently keep the bytes of an older version.
-        for spec, num_bytes in zip(self._manifest, self._num_bytes, strict=True):
-            if num_bytes != spec.nbytes:
+        for index, spec in enumerate(self._manifest):
+            if arrived[index] != spec.nbytes:
                 raise WeightsError(
-                    f"{spec.name!r}: the ranks' shards hold {num_bytes} bytes; the tensor has {spec.nbytes}, each of"
-                    " which one rank has to send"
+                    f"{spec.name!r}: the ranks' shards hold {arrived[index]} bytes; the tensor has {spec.nbytes}, each"
+                    " of which one rank has to send"
                 )
 
     def break_off(self) -> None:
         """Ends the threads that receive, and what is passed on. The buffer holds no version unless it was sealed."""
-        self._end(LinkError("the transfer was broken off"))
+        with self._lock:
+            self._is_over = True
+            for link in self._links:
+                link.interrupt()
+        self._ends.put(LinkError("the transfer was broken off"))
         for thread in self._receiving:
             thread.join()
         if not self.sealed:
             self.buffer.abandon_write()
 
-    def _hold(self, link: Link) -> None:
+    def _hold(self, link: Link, receiving: threading.Thread | None = None) -> None:
         with self._lock:
-            if self._problem is not None:
-                link.interrupt()
+            if self._is_over:
+                raise LinkError("the transfer was broken off")
             self._links.append(link)
+            self._receiving += [] if receiving is None else [receiving]
 
-    def _end(self, problem: Exception | None) -> None:
-        with self._lock:
-            self._problem = self._problem or problem
-            if problem is not None:
-                for link in self._links:
-                    link.interrupt()
-        self._ended.set()
+    def _next_end(self, num_links: int, timeout_s: float) -> Counter[int]:
+        while True:  # a link that is held ends by its own limit
+            try:
+                end = self._ends.get(timeout=timeout_s)
+            except Empty:
+                if len(self._receiving) < num_links:
+                    text = f"receiving weights: the other end did not connect within {timeout_s:g} s"
+                    raise LinkError(text) from None
+            else:
+                if isinstance(end, Exception):
+                    raise end
+                return end
+
+    def _receive_part(self, link: Link, part: Part, num_bytes: int) -> torch.Tensor:
+        """Brings a part, or what changed in it, into its place. Returns the bytes that arrived (uint8 [num_bytes])."""
+        place = self._place(self.buffer, part)
+        values = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
+        data = bytes_of(values)
+        if num_bytes == len(data):
+            arrived = data
+        elif self._known is None or num_bytes > len(data):
+            raise LinkError(f"receiving weights: a message has {num_bytes} bytes in place of {len(data)}")
+        else:
+            arrived = torch.empty(num_bytes, dtype=torch.uint8)
+        link.receive(memory_of(arrived))
+        if arrived is not data and self._known is not None:
+            values.copy_(self._place(self._known, part))
+            apply_changes(arrived, data)
+        if values is not place:
+            place.copy_(values)
+        return arrived
 
     def _place(self, buffer: WeightBuffer, part: Part) -> torch.Tensor:
         return buffer.tensor(self._manifest[part.tensor])[part.slices]
 
-    def _forward(self, address: LinkAddress, messages: Sequence[Message], arrived: "SimpleQueue[bool]") -> None:
-        def ready() -> None:
-            if not arrived.get():
-                arrived.put(False)  # for the messages after this one
-                raise LinkError("they did not arrive here")
+    def _forwarding(self) -> Callable[[bytes | memoryview | None], None]:
+        """Takes what is sent to the next host, if there is one, in a thread of its own. None comes last."""
+        address, onward = self.transfer.next_host, SimpleQueue[bytes | memoryview | None]()
+        if address is None:
+            return lambda _: None
 
-        try:  # the next host expects a link, because every host does before the trainer connects
-            with closing(connect(address, self.transfer.id)) as link:
-                self._hold(link)
-                values = partial(self._place, self.buffer)
-                send_messages(link, messages, self._manifest, values, known=self._known, ready=ready)
-        except Exception as error:  # the next host names what is missing
-            print(f"weights were not passed on to {address.host}: {error}", flush=True)
+        def forward() -> None:
+            try:  # the next host expects a link, because every host does before the trainer connects
+                with closing(Link.connect(address, self.transfer.id)) as link:
+                    self._hold(link)
+                    while (data := onward.get()) is not None:
+                        link.send(data)
+            except LinkError as error:  # the next host names what is missing
+                print(f"weights were not passed on to {address.host}: {error}", flush=True)
+
+        threading.Thread(target=forward, daemon=True).start()
+        return onward.put

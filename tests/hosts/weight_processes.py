@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rl.system.hardware import host_identity
-from rl.weights.messages import LinkAddress
+from rl.weights.links import LinkAddress
 from rl.weights.network import NetworkReceiver
 from rl.weights.receiving_process import RECEIVERS_KEY, ReceivingHost, ReceivingProcess
 from rl.weights.versions import VersionRecord

@@ -1,6 +1,6 @@
 """Receiving processes of generator hosts that are lost. Each runs in the test's own process.
 
-Covers: controller/handles/weight_receivers.py
+Covers: controller/handles/store.py
 """
 
 import asyncio
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.handles.weight_receivers import GeneratorHost, WeightReceivers
+from controller.handles.store import GeneratorHost, WeightReceivers
 from rl.weights.receiving_process import receiving_hosts
 from tests.meshes_in_process import InProcessMesh, meshes_in_process
 

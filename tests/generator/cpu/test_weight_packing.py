@@ -1,6 +1,6 @@
 """Packed copies of matrices against PyTorch's product, whatever their rows' distance and whoever packed them.
 
-Covers: generator/cpu/weight_packing.py, controller/handles/weight_receivers.py, generator/cpu/mesh_worker.py
+Covers: generator/cpu/weight_packing.py, controller/handles/store.py, generator/cpu/mesh_worker.py
 """
 
 import asyncio

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rl.system.hardware import host_identity
-from rl.weights.messages import LinkAddress
+from rl.weights.links import LinkAddress
 from rl.weights.network import NetworkReceiver
 from rl.weights.receiving_process import RECEIVERS_KEY, Call, ReceivingHost, ReceivingProcess
 from rl.weights.versions import VersionRecord, WeightsError

@@ -1,6 +1,6 @@
 """What is sent over the network arrives whole on every host, or the host keeps what it had.
 
-Covers: rl/weights/network.py, rl/weights/messages.py, rl/weights/receiving_process.py
+Covers: rl/weights/network.py, rl/weights/links.py, rl/weights/receiving_process.py
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from rl.system.hardware import host_identity
-from rl.weights import receiving_process
-from rl.weights.messages import Link, Message, Values
+from rl.weights import links
+from rl.weights.links import Link, OwnShards, Part, Sent, bytes_of
 from rl.weights.receiving_process import ReceivingProcess
-from rl.weights.versions import Manifest, UnknownVersionError, WeightsError
+from rl.weights.versions import UnknownVersionError, WeightsError
 from tests.rl.weights.pushes import assert_read, publisher_to, push, weights
 from tests.rl.weights.receiving_hosts import (
     host_entry,
@@ -81,20 +81,44 @@ def test_hosts_that_have_the_version_before_get_its_changes(monkeypatch: pytest.
     assert pushed() <= 0.03
 
 
+def test_a_copy_that_saves_little_is_freed_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_TRIED_AGAIN", 2)
+    monkeypatch.setattr(links, "LINKS", 3)
+    sent: list[int] = []
+    original = Link.send_part
+    patched = lambda link, part, data: (sent.append(len(data)), original(link, part, data))[1]  # noqa: E731
+    monkeypatch.setattr(Link, "send_part", patched)
+    store = FakeStore()
+    register(store, host_entry(ReceivingProcess(5.0)))
+    publisher, tensors, shares = publisher_to(store), weights(1), list[float]()
+    # All elements change in the second push, and a hundredth in the others.
+    for version, step in enumerate([1, 1, 100, 100, 100, 100], start=1):
+        for tensor in tensors.values():
+            tensor.view(-1)[::step] += 0.25
+        sent.clear()
+        record = asyncio.run(publisher.publish(version, tensors.items()))
+        assert record is not None
+        read = read_at(host_identity(), record, monkeypatch)
+        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+        shares.append(sum(sent) / sum(bytes_of(tensor).nbytes for tensor in tensors.values()))
+    assert [round(share, 1) for share in shares] == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+
+
 def test_full_checksums_notice_a_bit_that_changed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     store, receiving = FakeStore(), ReceivingProcess(5.0)
     register(store, host_entry(receiving))
     publisher = publisher_to(store, full_checksums=True)
-    original = receiving_process.receive_message
+    original = Link.send_part
 
-    def receive(link: Link, message: Message, manifest: Manifest, places: Values, known: Values | None) -> None:
-        original(link, message, manifest, places, known)
-        if message[0].tensor == 0:
-            places(message[0]).view(torch.uint8)[0, 123] ^= 1
+    def send(link: Link, part: Part, data: torch.Tensor) -> None:
+        if part.tensor == 0 and part.region[0][0] == 0:
+            data = data.clone()
+            data[123] ^= 1
+        original(link, part, data)
 
     push(publisher, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(receiving_process, "receive_message", receive)
+        patch.setattr(Link, "send_part", send)
         with pytest.raises(WeightsError, match="version 2 is corrupted: 'embedding' is not what was published"):
             push(publisher, 2)
     assert [record.version for record in living(store)] == [1]
@@ -156,7 +180,20 @@ def _push_shards(rank: int) -> None:
                 assert read.keys() == full.keys()
                 for name, tensor in full.items():
                     assert torch.equal(read[name], tensor.to(torch.bfloat16)), name
+        if version == 2:
+            _fail_once(rank, publisher, tensors)
     asyncio.run(publisher.close())
+
+
+def _fail_once(rank: int, publisher: WeightPublisher, tensors: dict[str, torch.Tensor]) -> None:
+    """A push in which one rank sends nothing and the other one fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(OwnShards, "send", lambda *_: Sent())
+        else:
+            patch.setattr(Link, "send_part", lambda link, *_: link.interrupt())
+        with pytest.raises(WeightsError, match=r"version 9 reached no generator host.*h1: "):
+            asyncio.run(publisher.publish(9, tensors.items()))
 
 
 @pytest.mark.ranks

@@ -1,6 +1,6 @@
 """Whoever dies, stops or cannot go on: a host has a whole version, and the next push reaches all again.
 
-Covers: rl/weights/network.py, rl/weights/buffer.py, rl/weights/messages.py
+Covers: rl/weights/network.py, rl/weights/buffer.py, rl/weights/links.py
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import pytest
 
 from rl.system.hardware import host_identity
 from rl.weights.buffer import WeightBuffer
-from rl.weights.messages import Link
+from rl.weights.links import Link
 from rl.weights.receiving_process import RECEIVERS_KEY, ReceivingProcess
 from rl.weights.versions import UnknownVersionError, VersionRecord, WeightsError
 from tests.rl.weights.pushes import assert_read, publisher_to, push

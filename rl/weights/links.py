@@ -1,0 +1,290 @@
+"""Links: how the shards of a trainer rank travel, over TCP connections side by side.
+
+    trainer rank --connect, send_part--> receiving process --the same bytes--> the next host's receiving process
+
+A link brings the id of its transfer and then messages: a head, which names a part of a tensor, and all bytes of the
+part or what changed in it. What arrives is never run, but neither end proves who it is and nothing is encrypted: links
+are for networks that one trusts.
+"""
+
+import json
+import math
+import socket
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from rl.weights.copies import changes_of, use_one_thread
+from rl.weights.ranks import num_ranks
+from rl.weights.transport import Shard
+from rl.weights.versions import Manifest, WeightsError, element_sum
+
+LINK_TIMEOUT_S = 20.0
+"""The usual `LinkAddress.timeout_s`: a link survives an interruption of ten seconds."""
+
+LINKS = 4
+"""From all ranks together to the first host, or one from each rank if there are more."""
+
+PART_BYTES = 2 << 20
+"""The most that a message carries: hosts pass a message on while the next one arrives. A single row may be larger."""
+
+_TRIED_AGAIN = 20  # pushes after one whose changes were most of all bytes
+ID_BYTES = 32
+"""Length of a transfer's id, a `uuid4().hex`."""
+
+_HEAD = struct.Struct("=IQ")  # length of a part's description, and of its bytes
+END = _HEAD.pack(0, 0)
+"""Ends a link that has brought all of its parts."""
+
+
+class LinkError(WeightsError):
+    """The other end of a link is gone, or does not keep to the protocol."""
+
+
+class LinkAddress(NamedTuple):
+    """Where a receiving process accepts links."""
+
+    host: str
+    """A name or an IP address."""
+    port: int
+    timeout_s: float
+    """How long a link may carry nothing, or take to be made."""
+
+
+class Part(NamedTuple):
+    """A rectangular piece of one tensor."""
+
+    tensor: int
+    """The tensor's index in the manifest."""
+    region: tuple[tuple[int, int], ...]
+    """First element and end along each dim; empty for a tensor without dims."""
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The region as an index of the full tensor."""
+        return tuple(slice(*span) for span in self.region)
+
+    def nbytes(self, manifest: Manifest) -> int:
+        """Size in bytes."""
+        return math.prod(end - begin for begin, end in self.region) * manifest[self.tensor].dtype.itemsize
+
+
+class Link:
+    """One end of a connection. The methods that send and receive raise `LinkError`."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        """The sending end is made by `connect`."""
+        # The kernel's limit, so that one call receives a whole message. With Python's, each piece wakes the thread.
+        limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        connection.setblocking(True)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+
+    @classmethod
+    def connect(cls, address: LinkAddress, transfer_id: str) -> Self:
+        """The sending end of a link."""
+        host, port, timeout_s = address
+        try:
+            link = cls(socket.create_connection((host, port), timeout_s), timeout_s)
+        except OSError as error:
+            raise LinkError(f"no link to {host}:{port} within {timeout_s:g} s: {error}") from error
+        link.send(transfer_id.encode())
+        return link
+
+    def send(self, data: bytes | memoryview) -> None:
+        """Returns when the kernel has taken the bytes, which may be overwritten then."""
+        try:
+            self._connection.sendall(data)
+        except OSError as error:
+            raise LinkError(f"sending weights: {error}") from error
+
+    def send_part(self, part: Part, data: torch.Tensor) -> None:
+        """Sends all bytes of a part, or what changed in it (uint8 [N])."""
+        described = json.dumps(part).encode()
+        self.send(_HEAD.pack(len(described), len(data)) + described)
+        self.send(memory_of(data))
+
+    def receive(self, into: memoryview) -> None:
+        """Waits until as many bytes have arrived as `into` has room for."""
+        try:
+            while len(into) > 0:
+                num_bytes = self._connection.recv_into(into, flags=socket.MSG_WAITALL)
+                if num_bytes == 0:
+                    raise LinkError("receiving weights: the other end has closed the link")
+                into = into[num_bytes:]
+        except OSError as error:
+            raise LinkError(f"receiving weights: {error}") from error
+
+    def receive_bytes(self, num_bytes: int) -> bytes:
+        """Waits until so many bytes have arrived."""
+        data = bytearray(num_bytes)
+        self.receive(memoryview(data))
+        return bytes(data)
+
+    def receive_head(self) -> tuple[Part, int, bytes] | None:
+        """The next part, how many bytes of it follow, and the head itself; None at the end."""
+        head = self.receive_bytes(_HEAD.size)
+        if head == END:
+            return None
+        length, num_bytes = _HEAD.unpack(head)
+        described = self.receive_bytes(length)
+        tensor, region = json.loads(described)
+        return Part(tensor, tuple((begin, end) for begin, end in region)), num_bytes, head + described
+
+    def interrupt(self) -> None:
+        """Ends the link under a thread that waits in it, which gets `LinkError`. What was sent still arrives."""
+        with suppress(OSError):  # the other end may be gone
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends the link. What was sent still arrives."""
+        self._connection.close()
+
+
+class Route(NamedTuple):
+    """Where every rank sends its shards."""
+
+    address: LinkAddress
+    transfer_id: str
+    changes: bool
+    """Whether all hosts of the chain have the version that was sent last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a rank has sent."""
+
+    num_links: int = 0
+    sums: Counter[int] = field(default_factory=Counter[int])
+    """Of the bits of its shards, by the tensor's index, if they were wanted."""
+    problem: str = ""
+    """Why it could not; empty if it could."""
+
+
+class OwnShards:
+    """What this rank sends of one version after the other."""
+
+    def __init__(self) -> None:
+        self._manifest: Manifest = ()
+        self._shards: dict[int, tuple[Part, torch.Tensor]] = {}  # by the tensor's index in the manifest
+        self._copies: dict[Part, torch.Tensor] = {}  # of the shards that were sent last; empty if none are kept
+        self._pushes_without = 0
+
+    def hold(self, shards: Iterable[Shard], manifest: Manifest) -> None:
+        """Takes what this rank holds of a version."""
+        self._manifest = manifest
+        indices = {spec.name: index for index, spec in enumerate(manifest)}
+        self._shards = {}
+        for shard in shards:
+            if shard.local is not None and shard.local.numel() > 0:
+                index = indices[shard.name]
+                region = shard.region or [slice(0, size) for size in manifest[index].shape]
+                self._shards[index] = Part(index, tuple((s.start, s.stop) for s in region)), shard.local
+        self._pushes_without = max(0, self._pushes_without - 1)
+
+    def send(self, route: Route, sums_wanted: bool) -> Sent:
+        """Sends all shards, or their changes. Raises `LinkError`."""
+        parts = [piece for index in sorted(self._shards) for piece in _pieces(self._shards[index][0], self._manifest)]
+        if not parts:
+            return Sent()
+        has_copies = self._copies.keys() == {whole for whole, _ in self._shards.values()}
+        changes = route.changes and has_copies
+        if not has_copies and not self._pushes_without:
+            of_parts = (
+                (whole, local.shape, self._manifest[whole.tensor].dtype) for whole, local in self._shards.values()
+            )
+            self._copies = {whole: torch.empty(shape, dtype=dtype) for whole, shape, dtype in of_parts}
+        num_links = -(-LINKS // num_ranks())
+        num_bytes, sums = self._send(parts, num_links, route._replace(changes=changes), sums_wanted)
+        if changes and 2 * num_bytes > sum(part.nbytes(self._manifest) for part in parts):
+            self._copies, self._pushes_without = {}, _TRIED_AGAIN
+        return Sent(num_links, sums)
+
+    def _send(self, parts: Sequence[Part], num_links: int, route: Route, sums_wanted: bool) -> tuple[int, Counter[int]]:
+        """Sends over links side by side. A thread more than there are links casts while the others send."""
+        links, rooms, sums = SimpleQueue[Link](), SimpleQueue[torch.Tensor](), Counter[int]()
+        largest = max(part.nbytes(self._manifest) for part in parts)
+        pinned = any(local.is_cuda for _, local in self._shards.values())
+
+        def send(part: Part) -> tuple[int, int]:
+            room = rooms.get()
+            try:
+                data, total = self._data(part, room, route.changes, sums_wanted)
+                link = links.get()
+                try:
+                    link.send_part(part, data)
+                finally:
+                    links.put(link)
+            finally:
+                rooms.put(room)
+            return len(data), total
+
+        num_bytes = 0
+        with ExitStack() as stack:
+            for _ in range(num_links):
+                links.put(stack.enter_context(closing(Link.connect(route.address, route.transfer_id))))
+            for _ in range(num_links + 1):
+                rooms.put(torch.empty(largest, dtype=torch.uint8, pin_memory=pinned))
+            threads = ThreadPoolExecutor(num_links + 1, "send", initializer=use_one_thread)
+            stack.callback(threads.shutdown, cancel_futures=True)
+            for part, (sent, total) in zip(parts, threads.map(send, parts), strict=True):
+                num_bytes += sent
+                sums[part.tensor] += total
+            for _ in range(num_links):
+                links.get().send(END)
+        return num_bytes, sums
+
+    def _data(self, part: Part, room: torch.Tensor, changes: bool, sums_wanted: bool) -> tuple[torch.Tensor, int]:
+        """The bytes of a part that are sent (uint8 [N]), and the sum of its bits if it is wanted."""
+        dtype = self._manifest[part.tensor].dtype
+        whole, local = self._shards[part.tensor]
+        values, copy = _rows(local, whole, part), self._copies.get(whole)
+        last = None if copy is None else _rows(copy, whole, part)
+        if not (values.dtype == dtype and values.is_cpu and values.is_contiguous()):
+            in_room = room[: part.nbytes(self._manifest)].view(dtype).view(values.shape)
+            values = (in_room if last is None or changes or values.is_cuda else last).copy_(values)
+        data = bytes_of(values)
+        found = changes_of(data, bytes_of(last)) if last is not None and changes else None
+        if last is not None and last is not values:
+            last.copy_(values)
+        return data if found is None else found, element_sum(values) if sums_wanted else 0
+
+
+def _rows(local: torch.Tensor, whole: Part, part: Part) -> torch.Tensor:
+    """What a shard has of one of its pieces."""
+    if not part.region:
+        return local
+    begin, end = (row - whole.region[0][0] for row in part.region[0])
+    return local[begin:end]
+
+
+def _pieces(part: Part, manifest: Manifest) -> Iterator[Part]:
+    """Pieces along dim 0 of at most `PART_BYTES`, or of a single row."""
+    size = part.nbytes(manifest)
+    if size <= PART_BYTES:
+        yield part
+        return
+    (begin, end), *others = part.region
+    rows = max(1, PART_BYTES // (size // (end - begin)))
+    for first in range(begin, end, rows):
+        yield Part(part.tensor, ((first, min(first + rows, end)), *others))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor (uint8 [N])."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def memory_of(data: torch.Tensor) -> memoryview:
+    """The memory of a tensor of bytes, which the result keeps alive."""
+    array: Any = data.numpy()
+    return memoryview(array)
