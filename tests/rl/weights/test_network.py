@@ -86,8 +86,12 @@ def test_a_copy_that_saves_little_is_freed_and_tried_again(monkeypatch: pytest.M
     monkeypatch.setattr(links, "LINKS", 3)
     sent: list[int] = []
     original = Link.send_part
-    patched = lambda link, part, data: (sent.append(len(data)), original(link, part, data))[1]  # noqa: E731
-    monkeypatch.setattr(Link, "send_part", patched)
+
+    def send(link: Link, part: Part, data: torch.Tensor) -> None:
+        sent.append(len(data))
+        original(link, part, data)
+
+    monkeypatch.setattr(Link, "send_part", send)
     store = FakeStore()
     register(store, host_entry(ReceivingProcess(5.0)))
     publisher, tensors, shares = publisher_to(store), weights(1), list[float]()
