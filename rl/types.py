@@ -194,7 +194,7 @@ class Rollout:
     @property
     def num_sampled_tokens(self) -> int:
         """The number of tokens that the model sampled in all turns."""
-        return sum([len(turn.completion.tokens) for turn in self.turns])
+        return sum(len(turn.completion.tokens) for turn in self.turns)
 
     @property
     def truncated(self) -> bool:

@@ -71,7 +71,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **{name: float(np.mean(values)) for name, values in reported.items()},
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
-        "completion_tokens_mean": float(np.mean([rollout.num_sampled_tokens for rollout in rollouts])),
+        "completion_tokens_mean": num_completion_tokens(groups) / len(rollouts),
         "truncated_fraction": float(np.mean([rollout.truncated for rollout in rollouts])),
         "turns_mean": float(np.mean([len(rollout.turns) for rollout in rollouts])),
         "seconds_environment_max": max(rollout.environment_s for rollout in rollouts),
@@ -81,7 +81,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def num_completion_tokens(groups: Sequence[Group]) -> int:
     """Number of tokens sampled in these groups."""
-    return sum(rollout.num_sampled_tokens for group in groups for rollout in group.rollouts)
+    turns = (turn for group in groups for rollout in group.rollouts for turn in rollout.turns)
+    return sum(len(turn.completion.tokens) for turn in turns)
 
 
 def policy_staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
