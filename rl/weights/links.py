@@ -191,6 +191,10 @@ class OwnShards:
                 self._shards[index] = Part(index, tuple((s.start, s.stop) for s in region)), shard.local
         self._pushes_without = max(0, self._pushes_without - 1)
 
+    def release(self) -> None:
+        """Lets go of the version's tensors, which may lie in memory that the trainer is about to free."""
+        self._shards = {}
+
     def send(self, route: Route, sums_wanted: bool) -> Sent:
         """Sends all shards, or their changes. Raises `LinkError`."""
         parts = [piece for index in sorted(self._shards) for piece in _pieces(self._shards[index][0], self._manifest)]

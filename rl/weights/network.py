@@ -118,6 +118,7 @@ class NetworkSender:
             except Exception as error:
                 sent = Sent(problem=str(error))
             await on_rank_0(partial(push.finish, await asyncio.to_thread(all_gather, sent)))
+        self._shards.release()
         return await on_rank_0(partial(self._publish, push))
 
     def holds_same(self, before: VersionRecord, record: VersionRecord) -> bool:

@@ -5,6 +5,7 @@ Covers: rl/weights/links.py
 
 import socket
 import threading
+import weakref
 from collections.abc import Generator
 
 import pytest
@@ -105,6 +106,16 @@ def test_what_cannot_be_cast_ends_the_push(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(RuntimeError, match="shape"):
         shards.send(server.route, sums_wanted=False)
     server.join()
+
+
+def test_tensors_are_let_go_after_a_push() -> None:
+    shards, scale = OwnShards(), torch.tensor(7)
+    kept = weakref.ref(scale)
+    shards.hold([Shard("scale", scale, scale, ())], MANIFEST)
+    del scale
+    assert kept() is not None
+    shards.release()
+    assert kept() is None
 
 
 def test_a_link_that_ends_is_an_error_at_the_other_end(ends: tuple[Link, Link]) -> None:
