@@ -96,4 +96,4 @@ def test_between_hosts_a_launcher_takes_the_network(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "tests.hosts.push_controller", str(model), str(tmp_path / "logs")]
         printed = net.run("ctl", command, timeout_s=200)
     assert "pushed network 2 True" in printed
-    assert "sampled 0 0 0" in printed
+    assert "sampled 0" in printed  # one to three tokens: the end is sampled too
