@@ -42,11 +42,11 @@ MAX_LOOP_IMPORTS = 10
 MAX_FILE_LINES = 400  # more than 300 only where the file serves one idea
 # The numbers of tests/house.py, as they are. They may fall.
 MOST = {
-    "product files": 357,
-    "core files": 219,
-    "core lines": 35_600,
+    "product files": 356,
+    "core files": 218,
+    "core lines": 35_450,
     "files under 70 lines with one importer": 1,
-    "files that a loop's page reaches": 110,
+    "files that a loop's page reaches": 109,
     "definitions of forward_backward": 9,
     "project imports of README's loop": 3,
     "imports of optional parts by the core": 0,
