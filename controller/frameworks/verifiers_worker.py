@@ -13,6 +13,7 @@ import importlib
 import itertools
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -107,7 +108,8 @@ async def main() -> None:
     path, config = sys.argv[1:]
     worker = Worker(json.loads(config))
     async with worker.env.serving():
-        server = await asyncio.start_unix_server(worker.answer, path)
+        server = await asyncio.start_unix_server(worker.answer, f"{path}.new")
+        Path(f"{path}.new").rename(path)  # a path that exists can be connected to
         await asyncio.to_thread(sys.stdin.buffer.read)
         server.close()
 
