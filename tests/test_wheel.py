@@ -91,8 +91,8 @@ def environment_of_a_user(folder: Path) -> tuple[Path, dict[str, str]]:
     return folder / "bin" / "python", {"VIRTUAL_ENV": str(folder), "PATH": path}
 
 
-@pytest.mark.seconds
-@pytest.mark.parametrize("program", ["uv pip", pytest.param("pip", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["uv pip", "pip"])
 def test_one_command_installs_the_checkout_with_extras(tmp_path: Path, program: str) -> None:
     """The registry is a folder. It has an empty package for each line of the lock, but those that build ownloop."""
     wheels = tmp_path / "wheels"

@@ -56,13 +56,13 @@ def _fits(name: str, pattern: str) -> bool:
     return re.fullmatch(re.sub(r"<\w+>", r"\\w+", pattern), name) is not None
 
 
-@pytest.mark.seconds
+@pytest.mark.slow  # runs every loop
 def test_every_metric_that_a_run_writes_is_explained(written: set[str]) -> None:
     page = _names_on_page()
     assert [name for name in sorted(written) if not any(_fits(name, pattern) for pattern in page)] == []
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 def test_every_metric_that_is_explained_exists(written: set[str]) -> None:
     known = written | _environment_names()
     assert [pattern for pattern in sorted(_names_on_page()) if not any(_fits(name, pattern) for name in known)] == []

@@ -31,6 +31,7 @@ def test_a_skipped_step_leaves_the_rate_as_it_is(tmp_path: Path, monkeypatch: py
     assert _rates(tmp_path / "whole") == pytest.approx([1e-3, 1.5e-3])
 
 
+@pytest.mark.slow
 def test_a_rate_that_is_restored_is_no_higher_than_the_recipe_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

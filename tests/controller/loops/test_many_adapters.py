@@ -66,6 +66,7 @@ def _run(tmp_path: Path, body: Any) -> Any:
     return asyncio.run(main())
 
 
+@pytest.mark.slow  # mistakes among three: the next test
 def test_eight_tasks_at_once_do_what_each_does_alone(tmp_path: Path) -> None:
     async def body(base: Trainer, generator: Generator) -> tuple[list[list[Step]], list[list[Step]]]:
         async def task(index: int, name: str) -> list[Step]:

@@ -76,6 +76,7 @@ def _parameters(trainer: EngineTrainer) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in trainer.engine.hf_parameters()}
 
 
+@pytest.mark.slow  # however a batch is cut: tests/trainer/engines/test_engine_contract.py
 def test_accumulated_batches_are_one_batch_of_their_union(tmp_path: Path) -> None:
     """Every step of a run, done again by an engine from the checkpoint before, with all its data in one call."""
     model, run = served_llama(tmp_path / "model", tied=True), tmp_path / "run"

@@ -25,7 +25,11 @@ pytestmark = pytest.mark.seconds
 
 STEPS: dict[str, Any] = {"num_steps": 6, "checkpoint_every": 2, "evaluate_every": 3}
 ADAPTER = LoRAConfig(rank=4, train_unembed=False)
-OTHERS = [("ppo", ADAPTER), *((loop, None) for loop in LOOPS if loop not in ("grpo", "grpo_async", "ppo"))]
+OTHERS = [
+    ("ppo", ADAPTER),
+    ("dpo", ADAPTER),
+    *((loop, None) for loop in LOOPS if loop not in ("grpo", "grpo_async", "ppo")),
+]
 """`tests/e2e/test_resume.py` has grpo."""
 
 
@@ -54,7 +58,7 @@ def _weights(run: Path) -> str:
 
 @pytest.mark.parametrize(
     ("loop", "lora"),
-    [("ppo", None), ("dpo", ADAPTER), *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)],
+    [("ppo", None), *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)],
 )
 def test_a_resumed_run_equals_one_that_was_left_alone(loop: str, lora: LoRAConfig | None, tmp_path: Path) -> None:
     whole = tmp_path / "whole"

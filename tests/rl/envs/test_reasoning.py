@@ -39,7 +39,7 @@ def test_a_stream_is_a_function_of_seed_and_number() -> None:
 
 
 @pytest.mark.stranger("D3")
-@pytest.mark.seconds
+@pytest.mark.slow  # two interpreters that import all tasks
 def test_problems_do_not_depend_on_the_order_of_sets() -> None:
     code = (
         "from rl.envs.reasoning import ReasoningGym\n"
