@@ -70,7 +70,7 @@ def test_a_pull_sends_the_record_of_a_pushed_version_alone(tmp_path: Path) -> No
     model, version_records = tiny_llama(tmp_path / "model"), VersionRecords()
     record = dataclasses.replace(RECORD, version=7)
     pushing = FakeMesh(record)
-    pulling = FakeMesh(None)
+    pulling = FakeMesh({})
     limits, config = ModelLimits(vocab_size=1, max_seq_len=1), TrainerConfig(model=model)
     mesh = TrainerMesh(
         mesh=pushing,
