@@ -107,6 +107,14 @@ def test_only_an_entry_point_names_an_optional_part(part: str) -> None:
     assert f"{part}:ENTRY" in [target for group in points.values() for target in group.values()]
 
 
+def test_the_page_of_the_architecture_has_every_entry_point() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    for group, parts in points.items():
+        (row,) = (line for line in page.splitlines() if line.startswith("|") and f"`{group}`" in line.split("|")[1])
+        assert [name for name in parts if f"`{name}`" not in row] == [], group
+
+
 def test_tests_import_no_benchmark() -> None:
     # Tests and benchmarks change for different reasons. What both need is in rl/tiny_models.py, the package
     # that it tests, or benchmarks/simulated_hosts.py.

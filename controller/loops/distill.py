@@ -7,6 +7,7 @@ on its own answers: https://thinkingmachines.ai/blog/on-policy-distillation. Rew
 import asyncio
 from dataclasses import dataclass, field, replace
 
+from controller.handles.offline import OfflineGeneratorConfig
 from controller.launching.launcher import Launcher
 from controller.runs import Console, Loop, RolloutLoopConfig, RolloutSource, Run, RunFolder, TrainerConfig
 from rl.algorithms.distillation import Lesson, Teachers, eval_kl
@@ -31,7 +32,7 @@ class DistillConfig(RolloutLoopConfig):
         """Raises ValueError naming the field, the value and what is accepted."""
         RolloutLoopConfig.__post_init__(self)
         self._set("teacher_trainer", replace(self.teacher_trainer, frozen=True))
-        self.lesson.names(self.teacher)
+        self.lesson.check(self.teacher, replays=isinstance(self.generator, OfflineGeneratorConfig))
 
     def loop(self) -> Loop:
         return train

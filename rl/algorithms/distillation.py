@@ -90,6 +90,15 @@ class Lesson:
             raise ValueError("teacher is 'self' and lesson.hint is 'none', so it has nothing to teach; set lesson.hint")
         return names
 
+    def check(self, teacher: str, *, replays: bool) -> None:
+        """Raises ValueError as `names` does, and in a replay for what a recording lacks."""
+        self.names(teacher)
+        if replays and (self.hint != "none" or self.words):
+            raise ValueError(
+                f"lesson.hint is {self.hint!r} and lesson.words {self.words}; a replay has neither the problems for "
+                "hints nor a generator that names words: set them to 'none' and 0"
+            )
+
     def models(self, teacher: str, student: Path, problems: Sequence[Problem]) -> list[str]:
         """The teachers to start: all but the student.
 
@@ -198,8 +207,6 @@ class Teachers:
         """What teachers read of a rollout; None without a hint, or without the room for it."""
         if self.lesson.hint == "none":
             return rollout
-        if group.problem_id not in problems:
-            raise ValueError("lesson.hint needs the problems of a step, which a replay has not; set it to 'none'")
         problem = problems[group.problem_id]
         if self.lesson.hint == "peer":
             best = max(group.rollouts, key=lambda each: each.reward)

@@ -314,3 +314,11 @@ def test_a_lesson_that_cannot_be_given_is_refused(tmp_path: Path) -> None:
     unknown = TextProblem(id="one", prompt="w3", score=len)
     with pytest.raises(ValueError, match=r"problem 'one' has no attribute `answer`; use 'peer'"):
         Lesson(hint="answer").models("self", model, [unknown])
+
+
+@pytest.mark.parametrize("lesson", [Lesson(hint="peer"), Lesson(divergence="reverse_kl", words=3)])
+def test_a_replay_that_lacks_hints_or_words_is_refused(lesson: Lesson) -> None:
+    lesson.check("other", replays=False)
+    with pytest.raises(ValueError, match=r"lesson\.hint is .* and lesson\.words \d; a replay has neither"):
+        lesson.check("other", replays=True)
+    Lesson().check("other", replays=True)
