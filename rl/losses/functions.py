@@ -59,7 +59,8 @@ def cispo(
 ) -> tuple[Tensor, Metrics]:
     """-sum w stop_grad(clip(r, low, high)) p A: clips the importance weight, so every token keeps a gradient.
 
-    MiniMax-M1, eq. 4 of https://arxiv.org/abs/2506.13585.
+    MiniMax-M1, eq. 4 of https://arxiv.org/abs/2506.13585. Its anchor, the policy under the ratio, is the generator's;
+    with `importance_cap` it is the trainer's old policy, and the gap between the two is corrected apart from the clip.
     """
     del entropy
     ratio = bounded_exp(logprobs.detach().double() - inputs["logprobs"])
