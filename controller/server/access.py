@@ -19,13 +19,13 @@ from controller.server.config import Limits, is_this_host
 from controller.server.gateway import Gateway
 from controller.server.keys import EVERYONE, Keys, User
 
-OPEN_PATHS = ("/api/v1/healthz",)
+OPEN_PATHS = ("/api/v1/healthz",)  # what load balancers ask before they know any user
 """What needs no key."""
 DOWNLOADS = "/api/v1/downloads/"
 """What begins so needs no key either: the address itself is signed."""
 PAGE_PATHS = ("/", "/status.json", "/metrics")
 """What a browser may show. It sends the key as the password of HTTP's basic authentication."""
-_SILENCE_S = 0.5
+_SILENCE_S = 0.5  # a client that sends slower than this has stopped
 _IDS = ("session_id", "model_id", "run_id", "sampler_id", "sampling_session_id", "request_id")
 _PATHS = ("path", "model_path", "tinker_path")
 
@@ -39,15 +39,15 @@ class Access:
         self._keys = keys
         self._needs_key = needs_key
         self._limits = limits
-        self._rates: dict[str, _Rate] = {}
+        self._rates: dict[str, _Rate] = {}  # by user name; users are few, so none is ever removed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers with an error, or passes the request on."""
-        if scope["type"] != "http":
+        if scope["type"] != "http":  # "lifespan" and websockets: only HTTP has users here
             await self._app(scope, receive, send)
             return
         try:
-            scope.setdefault("state", {})["user"] = self._admit(Request(scope))
+            scope.setdefault("state", {})["user"] = self._admit(Request(scope))  # routes read it back through `Caller`
         except HTTPException as error:
             if error.status_code == 413:  # who is still sending when the connection closes never sees the answer
                 await _discard(receive, 2 * self._limits.body_bytes)
@@ -56,7 +56,7 @@ class Access:
             response = JSONResponse(content, error.status_code, headers=error.headers)
             await response(scope, receive, send)
             return
-        received = 0
+        received = 0  # bytes of the body so far
 
         async def counted() -> Message:
             nonlocal received
@@ -73,13 +73,14 @@ class Access:
         user = self._user(request)
         if int(request.headers.get("content-length", 0)) > self._limits.body_bytes:
             raise self._too_large()
+        # per user and not per address: users share gateways and notebooks
         rate = self._rates.setdefault(user.name, _Rate(self._limits.requests_per_s))
         if (wait_s := rate.wait_s()) > 0:
             raise HTTPException(
                 429,
                 f"more than {self._limits.requests_per_s:g} requests per second; `ownloop serve "
                 "--limits.requests-per-s` sets the limit",
-                {"Retry-After": f"{wait_s:.3f}"},
+                {"Retry-After": f"{wait_s:.3f}"},  # the SDK waits so long and sends again
             )
         return user
 
@@ -94,10 +95,11 @@ class Access:
             if not is_this_host(host):
                 raise HTTPException(
                     421, f"the request is for the host {host}; this server answers for 127.0.0.1 and localhost"
-                )
+                )  # names a request that was meant for another server
             return EVERYONE
         user = self._keys.find(_key(request))
         if user is None:
+            # a browser then asks its user for the key
             browser = {"WWW-Authenticate": 'Basic realm="ownloop: any name, and your key as the password"'}
             raise HTTPException(
                 401,
@@ -129,12 +131,13 @@ class _Rate:
 
     def __init__(self, per_s: float) -> None:
         self._per_s = per_s
-        self._left = 2 * per_s
+        self._left = 2 * per_s  # a full bucket at first
         self._at = time.monotonic()
 
     def wait_s(self) -> float:
         """Counts a request. Returns 0, or how long it must wait."""
         now = time.monotonic()
+        # the bucket fills with time, to two seconds' worth
         self._left = min(2 * self._per_s, self._left + (now - self._at) * self._per_s)
         self._at = now
         if self._left < 1:
@@ -159,7 +162,7 @@ def _key(request: Request) -> str:
 
 
 async def _caller(request: Request) -> User:  # were it not async, FastAPI would run it in a thread of its own
-    return request.state.user
+    return request.state.user  # `Access` put it there
 
 
 Caller = Annotated[User, Depends(_caller)]
@@ -172,6 +175,7 @@ async def _gateway(request: Request, user: Caller) -> Gateway:
     if not user.is_operator:
         body = await _json_object(request)
         # One name may be in the path and in the body. Which of them counts is the handler's business, so check both.
+        # the body is read once; Starlette keeps it for the handler
         for name, value in (*request.path_params.items(), *request.query_params.multi_items(), *body.items()):
             if isinstance(value, str) and (name in _IDS or (name in _PATHS and value.startswith("tinker://"))):
                 check_owner(gateway, user, value)
@@ -197,4 +201,5 @@ def check_owner(gateway: Gateway, user: User, named: str) -> None:
         return
     owner = gateway.owner(named)
     if owner is not None and owner != user.name:
+        # 404 and not 403: whether it exists is its owner's business
         raise HTTPException(404, f"there is no {named} of user {user.name}")

@@ -57,15 +57,15 @@ class PendingAnswer:
 
     def __init__(self, owner: str) -> None:
         """`owner` is the session that sent it."""
-        self.id = uuid.uuid4().hex
+        self.id = uuid.uuid4().hex  # cannot be guessed by other users
         self.owner = owner
-        self._set_at: float | None = None
+        self._set_at: float | None = None  # on the event loop's clock, as below
         self._fetched_at: float | None = None
         self._answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
     def set(self, answer: Answer) -> None:
         """Stores the result. The first one counts."""
-        if not self._answer.done():
+        if not self._answer.done():  # a cancelled request may be answered twice
             self._answer.set_result(answer)
             self._set_at = self._now()
 
@@ -76,9 +76,11 @@ class PendingAnswer:
 
     async def wait(self, timeout_s: float) -> Answer | None:
         """The result, or None if it is not there in time."""
+        # `wait` leaves the future alone when time is up; `wait_for` would cancel it
         done, _ = await asyncio.wait([self._answer], timeout=timeout_s)
         if not done:
             return None
+        # the first time counts, so that asking again does not keep a result
         self._fetched_at = self._fetched_at or self._now()
         return self._answer.result()
 
@@ -99,9 +101,9 @@ class Answers:
 
     def __init__(self) -> None:
         """Empty."""
-        self._by_key: dict[Hashable, str] = {}
+        self._by_key: dict[Hashable, str] = {}  # what the client calls the request -> its id
         self._by_id: dict[str, PendingAnswer] = {}
-        self._keys: dict[str, Hashable] = {}
+        self._keys: dict[str, Hashable] = {}  # the other way, to forget both
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -114,7 +116,7 @@ class Answers:
     def open(self, key: Hashable, owner: str) -> tuple[PendingAnswer, bool]:
         """The request with this key, and whether it is new. A repeated one is not run a second time."""
         if (known := self._by_key.get(key)) is not None:
-            return self._by_id[known], False
+            return self._by_id[known], False  # the SDK repeats requests whose answer was lost on the way
         pending = PendingAnswer(owner)
         self._by_id[pending.id] = pending
         self._by_key[key] = pending.id
@@ -131,6 +133,7 @@ class Answers:
 
     def sweep(self) -> None:
         """Forgets results that were fetched a while ago, and results that no client asks for."""
+        # a list, because forgetting changes the dictionary
         for pending in [pending for pending in self._by_id.values() if pending.is_old]:
             self._forget(pending.id)
 
@@ -157,7 +160,7 @@ class Throughput:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns seconds."""
         self._clock = clock
-        self._buckets: deque[tuple[int, Counter[Work]]] = deque(maxlen=_NUM_BUCKETS)
+        self._buckets: deque[tuple[int, Counter[Work]]] = deque(maxlen=_NUM_BUCKETS)  # old ones fall out by themselves
         self.totals: Counter[Work] = Counter()
         """Tokens since the server began."""
 
@@ -173,6 +176,7 @@ class Throughput:
         """Tokens per second, oldest first, of the last five minutes. The bucket that is being filled is left out."""
         now = int(self._clock() / BUCKET_S)
         counted = dict(self._buckets)
+        # a bucket that nobody filled is missing, and counts 0
         return [counted.get(now - age, Counter[Work]())[work] / BUCKET_S for age in range(_NUM_BUCKETS, 0, -1)]
 
 
@@ -201,10 +205,10 @@ class Turns:
         self.gap_s = gap_s
         self._next = 0
         self._waiting: dict[int, tuple[Call, PendingAnswer]] = {}
-        self._closed = False
+        self._closed = False  # set by `close`; the runner sees it between two calls
         self._arrived = asyncio.Event()
-        self._free = asyncio.Lock()
-        self._runner = asyncio.create_task(self._run())
+        self._free = asyncio.Lock()  # held while a call runs, whether it has a number or not
+        self._runner = asyncio.create_task(self._run())  # ends in `close`
 
     @property
     def num_waiting(self) -> int:
@@ -218,7 +222,7 @@ class Turns:
 
     def put(self, number: int, call: Call, pending: PendingAnswer) -> None:
         """Adds a call. Its result, or its error, goes to `pending`."""
-        if number < self._next:
+        if number < self._next:  # the client counts on from its own number, so it would never repeat one
             done = f"sequence number {number} of {self._name} has been used; the next is {self._next}"
             pending.set(Answer.failure(ValueError(done)))
             return
@@ -241,15 +245,16 @@ class Turns:
 
     async def _run(self) -> None:
         while not self._closed:
-            while self._next in self._waiting and not self._closed:
+            while self._next in self._waiting and not self._closed:  # later ones stay until their turn comes
                 call, pending = self._waiting.pop(self._next)
                 self._next += 1
-                async with self._free:
+                async with self._free:  # `between` may hold it
                     pending.set(await answer(call))
             if self._closed:
                 return
             self._arrived.clear()
             try:
+                # without waiting calls there is no gap, however long it is quiet
                 async with asyncio.timeout(self.gap_s if self._waiting else None):
                     await self._arrived.wait()
             except TimeoutError:
@@ -261,7 +266,7 @@ class Turns:
         for number, (_, pending) in sorted(self._waiting.items()):
             lost = f"call {number} of {self._name} waited {self.gap_s:g} s for call {missing}, which never arrived"
             pending.set(Answer.failure(ValueError(f"{lost}; nothing was computed")))
-        self._next = max(self._waiting) + 1
+        self._next = max(self._waiting) + 1  # the client will not send these again
         self._waiting.clear()
 
 

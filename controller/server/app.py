@@ -48,7 +48,7 @@ def make_app(
     app.state.signatures = Signatures()
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ValueError, _mistake)
-    app.add_exception_handler(404, _unknown)
+    app.add_exception_handler(404, _unknown)  # an address that this server does not have
     app.add_exception_handler(405, _unknown)
     for method, path, route in _ROUTES:
         app.add_api_route(f"/api/v1/{path}", route, methods=[method], response_model=None)
@@ -57,7 +57,7 @@ def make_app(
     app.include_router(openai_routes)
     app.include_router(status_routes)
     app.add_middleware(Access, keys=keys, needs_key=needs_key, limits=limits)
-    add_monitoring(app, gateway)
+    add_monitoring(app, gateway)  # added last, so it is outermost, and counts refused requests too
     return app
 
 
@@ -73,7 +73,7 @@ async def client_config(request: Request) -> dict[str, Any]:
     return {
         "fwdbwd_max_chunk_bytes_count": limits.body_bytes // 4,
         "proto_compress_fwdbwd": False,
-        "custom_loss_server_side": True,
+        "custom_loss_server_side": True,  # else the SDK would compute a custom loss itself, in two passes
     }
 
 
@@ -89,6 +89,7 @@ async def telemetry() -> dict[str, str]:
 
 async def create_session(body: types.CreateSessionRequest, door: Door, user: Caller) -> types.CreateSessionResponse:
     """A new session."""
+    # letters in a version are left out: "0.38.0rc1"
     version = tuple(int(part) for part in body.sdk_version.split(".")[:2] if part.isdigit())
     if version < OLDEST_SDK:
         raise HTTPException(400, f"tinker {body.sdk_version} is too old; this server needs tinker>={TESTED_SDK}")
@@ -101,7 +102,7 @@ async def create_session(body: types.CreateSessionRequest, door: Door, user: Cal
 
 async def heartbeat(body: types.SessionHeartbeatRequest, door: Door) -> types.SessionHeartbeatResponse:
     """Keeps a session."""
-    door.session(body.session_id)
+    door.session(body.session_id)  # looking it up notes the time
     return types.SessionHeartbeatResponse()
 
 
@@ -113,6 +114,7 @@ async def finish_session(session_id: str, door: Door) -> dict[str, Any]:
 
 async def create_model(body: types.CreateModelRequest, door: Door) -> dict[str, Any]:
     """A training client of a new adapter."""
+    # the numbers make a repeated request the same request
     return _accepted(door.create(body), f"{body.session_id}:train:{body.model_seq_id}")
 
 
@@ -137,7 +139,7 @@ async def forward_backward(request: Request, door: Door, user: Caller) -> dict[s
     body = decode_request(await request.body(), request.headers.get("content-encoding"), limits.body_bytes)
     check_owner(door, user, body.model_id)
 
-    async def call(client: TrainingClient) -> Answer:
+    async def call(client: TrainingClient) -> Answer:  # checked in its turn: its error belongs to this number
         check_size(body, limits)
         return await client.forward_backward(body, door.session(body.model_id.partition(":")[0]).losses)
 
@@ -190,6 +192,7 @@ async def create_sampling_session(
 async def asample(body: types.SampleRequest, door: Door) -> dict[str, Any]:
     """Begins to sample."""
     pending = door.sample(body)
+    # the SDK shows them; it asks for results by `request_id` alone
     ids = [f"{body.sampling_session_id}/{body.seq_id}/{index}" for index in range(min(body.num_samples, MAX_SAMPLES))]
     return {"request_id": pending.id, "sample_sequence_ids": ids}
 
@@ -204,6 +207,7 @@ async def retrieve_future(body: types.FutureRetrieveRequest, request: Request, d
     """The result of a request, or 408 if it is not there yet: the client then asks again at once."""
     pending = door.answers.find(body.request_id)
     if pending is None:
+        # at 410 the SDK gives up
         raise HTTPException(410, f"request {body.request_id} is not known; its session has ended")
     answer = await pending.wait(request.app.state.poll_s)
     if answer is None:
@@ -218,11 +222,12 @@ def _accepted(pending: PendingAnswer, model_id: str) -> dict[str, Any]:
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     """422, or the error as the result of a call that has a number: the calls after it wait for that number."""
     assert isinstance(error, RequestValidationError)
+    # three mistakes are enough to find the rest
     found = "; ".join(f"{'.'.join(map(str, item['loc'][1:]))}: {_reason(item)}" for item in error.errors()[:3])
     mistake = f"the request is not valid: {found}"
     gateway, user, body = request.app.state.gateway, request.state.user, error.body
     named = {name: body.get(name) for name in ("model_id", "seq_id")} if isinstance(body, dict) else {}
-    match named:
+    match named:  # the call has a number, so its error must take its place
         case {"model_id": str() as model_id, "seq_id": int() as number}:
             with contextlib.suppress(HTTPException):  # there is no such client
                 check_owner(gateway, user, model_id)
@@ -253,7 +258,7 @@ async def _mistake(request: Request, error: Exception) -> JSONResponse:
 
 async def _unknown(request: Request, error: Exception) -> JSONResponse:
     detail = getattr(error, "detail", None)
-    if detail in (None, "Not Found", "Method Not Allowed"):
+    if detail in (None, "Not Found", "Method Not Allowed"):  # FastAPI's own words, which name no address
         detail = f"{request.method} {request.url.path} is not supported by this server; its documentation lists what is"
     return JSONResponse({"detail": detail}, 404)
 

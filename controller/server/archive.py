@@ -24,8 +24,8 @@ EXPORTED = "external_weights"
 """The middle part of the path of a checkpoint in the form of `peft` or `transformers`, which is there to download."""
 KINDS: dict[str, types.CheckpointType] = {"weights": "training", "sampler_weights": "sampler", EXPORTED: "external"}
 """The middle part of a path, and the protocol's word for such a checkpoint."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_RUN_ID = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,9}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # also safe as a file name
+_RUN_ID = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,9}")  # as `Gateway.create` makes them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,7 @@ class CheckpointPath:
     @property
     def folder(self) -> Path:
         """Where it lies in the server's folder."""
+        # a colon in a folder's name confuses PATH-like lists and other systems
         return Path("checkpoints") / self.run_id.replace(":", "-") / self.kind / self.name
 
 
@@ -93,13 +94,14 @@ class Archive:
             raise ValueError(f"{path} exists; choose another name, or save_state(..., overwrite=True)")
         folder = self._folder / path.folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        await write(folder)
+        await write(folder)  # the trainer's ranks write it, so the folder is on a file system that they share
         self._note(path, expires_at, user_metadata)
 
     def _note(
         self, path: CheckpointPath, expires_at: datetime | None = None, user_metadata: dict[str, str] | None = None
     ) -> CheckpointRow:
         """Adds a checkpoint that is on disk to the database."""
+        # measured on disk: only the ranks know what they wrote
         files = [file for file in (self._folder / path.folder).rglob("*") if file.is_file()]
         row = CheckpointRow(
             path=str(path),
@@ -120,6 +122,7 @@ class Archive:
         """
         parsed = CheckpointPath.parse(path)
         row = self._database.checkpoint(path)
+        # written, but the server was killed before it noted it
         if row is None and self._database.run(parsed.run_id) is not None and (self._folder / parsed.folder).is_dir():
             row = self._note(parsed)
         if row is None:
@@ -137,8 +140,8 @@ class Archive:
     def delete(self, path: str) -> None:
         """Deletes a checkpoint. Raises ValueError if there is none."""
         row, folder = self.find(path)
-        self._database.delete(row.path)
-        shutil.rmtree(folder, ignore_errors=True)
+        self._database.delete(row.path)  # the record first: a folder without a record is found again
+        shutil.rmtree(folder, ignore_errors=True)  # its files may be open in a download, which continues
 
     def set_ttl(self, path: str, ttl_seconds: int | None) -> None:
         """Changes when a checkpoint expires. Raises ValueError if there is none, and for a bad time to live."""
@@ -151,9 +154,6 @@ class Archive:
         for row in self._database.checkpoints():
             if row.expires_at is not None and row.expires_at <= now():
                 self.delete(row.path)
-
-
-"""How long an address works. The client asks for new ones five minutes before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,7 @@ def find_saved(folder: Path, path: str) -> SavedPolicy:
     """
     if not (folder / DATABASE).is_file():
         raise ValueError(f"{folder} is not the folder of a server; --folder names it")
-    database = Database(folder / DATABASE)
+    database = Database(folder / DATABASE)  # of its own: the server's connection belongs to another process
     try:
         row, checkpoint = Archive(folder, database).find(path)
         run = database.run(row.run_id)
@@ -195,7 +195,7 @@ async def export_saved(saved: SavedPolicy, directory: Path, log_dir: Path, *, ad
     if adapter_only and saved.lora is None:
         raise ValueError("--adapter: all weights of this policy were trained; leave --adapter out")
     config = read_config(saved.model)
-    own_dtype = str(config.get("dtype") or config.get("torch_dtype"))
+    own_dtype = str(config.get("dtype") or config.get("torch_dtype"))  # transformers has renamed the key
     dtype = own_dtype if own_dtype in ("float32", "bfloat16") else "bfloat16"
     async with Launcher(log_dir) as launcher:
         trainer = await launcher.trainer(saved.model, TrainerConfig(compute_dtype=dtype, lora=saved.lora))

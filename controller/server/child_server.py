@@ -42,16 +42,16 @@ def start(model: Path, folder: Path, *options: str, port: int = 0) -> Server:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # of a checkout that is not installed
     command = [sys.executable, "-m", "controller.commands.cli", "serve", "--model", str(model), "--port", str(port)]
     with (folder / "serve.log").open("ab") as log:
-        began = log.tell()
+        began = log.tell()  # an earlier server of this folder may have written to it
         process = subprocess.Popen(
             [*command, "--folder", str(folder / "gateway"), *options], cwd=folder, env=env, stdout=log, stderr=log
         )
     end = time.monotonic() + _STARTS_S
     while "TINKER_BASE_URL=" not in (said := (folder / "serve.log").read_text()[began:]):
         if process.poll() is not None or time.monotonic() > end:
-            process.kill()
+            process.kill()  # it may be hanging
             raise RuntimeError(f"the server did not start: {said}")
-        time.sleep(0.1)
+        time.sleep(0.1)  # the server prints its address once, when it can serve
     url = said.partition("TINKER_BASE_URL=")[2].split()[0]
     return Server(url, model, folder / "gateway", process)
 
@@ -69,5 +69,5 @@ def served(model: Path, folder: Path, *options: str) -> Generator[Server]:
 def stop(server: Server) -> None:
     """Ends a server as Ctrl-C does."""
     if server.process.poll() is None:
-        server.process.send_signal(signal.SIGINT)
+        server.process.send_signal(signal.SIGINT)  # as Ctrl-C does, so that it ends its own processes
     server.process.wait(60)

@@ -34,9 +34,9 @@ class Serve(TakesFields):
         from controller.server.keys import Keys, needs_keys
 
         with CapturedOutput() as output:
-            config = configuration(self.fields)
+            config = configuration(self.fields)  # before processes start: a mistake in an option costs no waiting
             needs_keys(config, Keys(config.folder))
-            models = {name: resolve_model(name, output.say) for name in config.model}
+            models = {name: resolve_model(name, output.say) for name in config.model}  # may download
             model_options(config, models)  # refuses what is unclear before processes start
             (config.folder / "logs").mkdir(parents=True, exist_ok=True)
             output.move_to(config.folder / "logs" / "server.log")
@@ -54,10 +54,11 @@ def configuration(overrides: Sequence[str]) -> "ServeConfig":
     from rl.system.hardware import cpu_dtype
     from trainer.config import TrainerConfig
 
-    dtype = "bfloat16" if gpus_here() else cpu_dtype()
+    dtype = "bfloat16" if gpus_here() else cpu_dtype()  # matches the dtype to what this machine computes fast
     default = ServeConfig(
         trainer=TrainerConfig(compute_dtype=dtype), generator=GeneratorConfig(dtype=dtype, max_num_seqs=128)
     )
+    # `--model A B` and `--model A --model B` mean the same
     config = override(default, gathered(overrides, "--model"), "ownloop serve", Serve.__doc__ or "")
     if not config.model:
         raise ValueError("--model is missing: a directory, a name of `ownloop model`, or ORG/NAME on the hub")
@@ -83,6 +84,7 @@ class ExportTinker:
         from controller.server.archive import export_saved, find_saved
 
         saved = find_saved(self.folder, self.path)
+        # a path without characters that shells treat specially
         directory = self.to or self.folder / "exports" / self.path.removeprefix("tinker://").replace(":", "-")
         with CapturedOutput() as output:
             logs = logs_of_export(self.folder, output)
@@ -93,6 +95,7 @@ class ExportTinker:
 
 def _check_installed(what: str) -> None:
     """Raises ValueError, saying how to install them, if packages of the server are missing."""
+    # `find_spec` imports nothing, so the check is quick
     if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy", "zstandard")):
         raise ValueError(f"{what} needs packages that are not installed: {how_to_install('tinker')}")
 
@@ -124,7 +127,7 @@ class Key:
             for name, about in keys.list().items():
                 print(f"{name}  {about}")
         elif self.action == "add":
-            print(keys.add(str(self.name), operator=self.operator))
+            print(keys.add(str(self.name), operator=self.operator))  # shown once: the file keeps a digest
         else:
             keys.revoke(str(self.name))
         return 0

@@ -32,7 +32,7 @@ class Limits:
     @property
     def body_bytes(self) -> int:
         """The largest request, in bytes."""
-        return self.body_mb * 2**20
+        return self.body_mb * 2**20  # MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +91,11 @@ class ServeConfig:
                 f"ServeConfig.host is {self.host!r}; it must be an address of this host, such as 127.0.0.1, or 0.0.0.0 "
                 "for all of them"
             )
-        if (self.tls_certificate is None) != (self.tls_key is None):
+        if (self.tls_certificate is None) != (self.tls_key is None):  # one without the other
             given, missing = ("certificate", "key") if self.tls_key is None else ("key", "certificate")
             raise ValueError(f"ServeConfig.tls_{given} is given and tls_{missing} is not; https needs both")
         transport = self.generator.weight_transport
+        # the weight store knows versions by number, and several models would share them
         if self.full > 1 and transport not in ("auto", "shared_memory"):
             raise ValueError(
                 f"ServeConfig.full is {self.full} and generator.weight_transport is {transport!r}; "
@@ -150,7 +151,7 @@ def model_options(config: ServeConfig, models: Mapping[str, Path]) -> list[Model
     names = {model: [model, str(directory)] for model, directory in models.items()}
     for further in config.names:
         alias, _, model = further.partition("=")
-        model = model or (config.model[0] if len(config.model) == 1 else "")
+        model = model or (config.model[0] if len(config.model) == 1 else "")  # without "=": the only model
         if model not in names:
             raise ValueError(
                 f"ServeConfig.names has {further!r}; with several models it must be NAME=MODEL, where MODEL is one of "
@@ -164,7 +165,7 @@ def model_options(config: ServeConfig, models: Mapping[str, Path]) -> list[Model
             directory=directory,
             names=tuple(dict.fromkeys(names[model])),
             tool_parser=tools[model],
-            reasoning_parser=reasoning[model],
+            reasoning_parser=reasoning[model],  # a name may be given twice; the order stays
         )
         for model, directory in models.items()
     ]
@@ -180,5 +181,5 @@ def _parsers(field: str, given: Sequence[str], models: Mapping[str, Path]) -> di
                 f"ServeConfig.{field} has {entry!r}; it must be PARSER, or MODEL=PARSER, where MODEL is one of "
                 f"{', '.join(models)}"
             )
-        found.update(dict.fromkeys([model] if model else models, parser))
+        found.update(dict.fromkeys([model] if model else models, parser))  # later entries replace earlier ones
     return found

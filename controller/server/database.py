@@ -80,16 +80,18 @@ class Database:
         event.listen(self._engine, "connect", _configure)
         _Table.metadata.create_all(self._engine)
         self._add_columns()
-        self._session = sessionmaker(self._engine, expire_on_commit=False)
+        self._session = sessionmaker(self._engine, expire_on_commit=False)  # rows stay readable after their transaction
 
     def _add_columns(self) -> None:
         """Gives tables of an older server the columns that they lack, empty."""
         with self._engine.begin() as connection:
             for table in _Table.metadata.sorted_tables:
+                # by what is in the file, not by a version number
                 found = {column["name"] for column in inspect(connection).get_columns(table.name)}
                 for column in table.columns:
                     if column.name not in found:
                         kind = column.type.compile(self._engine.dialect)
+                        # SQLite adds a column without rewriting the table
                         connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {column.name} {kind} DEFAULT ''"))
 
     def close(self) -> None:
@@ -99,7 +101,7 @@ class Database:
     def save(self, row: TrainingRunRow | CheckpointRow) -> None:
         """Adds a row, or replaces the one with its key."""
         with self._session.begin() as session:
-            session.merge(row)
+            session.merge(row)  # by primary key
 
     def run(self, run_id: str) -> TrainingRunRow | None:
         """One training run."""
@@ -108,6 +110,7 @@ class Database:
 
     def owner(self, session_id: str) -> str | None:
         """The user of a session's training runs, if it had any."""
+        # an index of ids serves a prefix; `autoescape` makes % and _ ordinary
         query = select(TrainingRunRow.user).where(TrainingRunRow.id.startswith(f"{session_id}:", autoescape=True))
         with self._session() as session:
             return session.scalars(query.limit(1)).first()
@@ -116,6 +119,7 @@ class Database:
         """The training runs of one user, or of all, the one with the newest request first."""
         query = select(TrainingRunRow).order_by(TrainingRunRow.last_request_at.desc())
         with self._session() as session:
+            # one row proves it
             return list(session.scalars(query if user is None else query.where(TrainingRunRow.user == user)))
 
     def checkpoint(self, path: str) -> CheckpointRow | None:
@@ -142,7 +146,7 @@ class Database:
     def touch(self, run: TrainingRunRow) -> None:
         """Notes a request of a run, to within a second: a transaction takes as long as the rest of a request."""
         at = now()
-        if at - run.last_request_at >= _TOUCHED_AGAIN:
+        if at - run.last_request_at >= _TOUCHED_AGAIN:  # most requests change nothing
             run.last_request_at = at
             self.save(run)
 

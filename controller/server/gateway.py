@@ -70,6 +70,7 @@ class Gateway:
         self.started = time.monotonic()
         self.sessions: dict[str, ClientSession] = {}
         self.training: dict[str, TrainingClient] = {}
+        # a path that is being loaded -> the task, which repeated requests share
         self._from_paths: dict[str, asyncio.Task[Sampler]] = {}
         self._loaded = LoadedCheckpoints(self.models, self.archive, self.database, self.training)
 
@@ -78,8 +79,9 @@ class Gateway:
     def open_session(self, request: types.CreateSessionRequest, user: str = "") -> ClientSession:
         """A new session of a user."""
         session = ClientSession(
-            id=uuid.uuid4().hex[:16],
+            id=uuid.uuid4().hex[:16],  # 64 bits; the id is also a part of paths
             user=user,
+            # the SDK sends any JSON; the database keeps strings
             user_metadata={name: str(value) for name, value in (request.user_metadata or {}).items()} or None,
             display_name=request.display_name,
             last_seen=asyncio.get_running_loop().time(),
@@ -92,41 +94,43 @@ class Gateway:
         session = self.sessions.get(session_id)
         if session is None:
             raise HTTPException(410, f"session {session_id} has ended, or is not of this server; make a ServiceClient")
-        session.last_seen = asyncio.get_running_loop().time()
+        session.last_seen = asyncio.get_running_loop().time()  # any request keeps a session, not the heartbeat alone
         return session
 
     def owner(self, named: str) -> str | None:
         """The user of what an id or a `tinker://` path names; None if nothing is known of it."""
-        if (pending := self.answers.find(named)) is not None:
+        if (pending := self.answers.find(named)) is not None:  # a request's id says nothing about its owner
             named = pending.owner
         session_id = named.removeprefix("tinker://").partition("/")[0].partition(":")[0]
         session = self.sessions.get(session_id)
+        # a session of an earlier server is known by its runs
         return self.database.owner(session_id) if session is None else session.user
 
     async def end_session(self, session_id: str) -> None:
         """Gives up the session's adapters and sampling clients, and cancels what they sample."""
         if self.sessions.pop(session_id, None) is None:
             return
-        await self.samplers.cancel_session(session_id)
+        await self.samplers.cancel_session(session_id)  # before the adapters: sampling still reads them
+        # a list, because `pop` changes the dictionary
         for run_id in [run_id for run_id in self.training if run_id.startswith(f"{session_id}:train:")]:
-            with errors_logged():
+            with errors_logged():  # one that fails must not keep the others alive
                 await self.training.pop(run_id).close()
             self._say(f"{run_id} ended")
         for model, policy in self.samplers.forget_session(session_id):
             with errors_logged():
-                await model.snapshots.drop(policy)
+                await model.snapshots.drop(policy)  # only what no other session samples from
         self.answers.forget_owner(session_id)
 
     async def sweep(self) -> None:
         """Ends silent sessions, forgets fetched results and deletes expired checkpoints, again and again."""
         while True:
             await asyncio.sleep(_SWEEP_S)
-            limit = asyncio.get_running_loop().time() - SESSION_S
+            limit = asyncio.get_running_loop().time() - SESSION_S  # on the clock of `last_seen`
             for session in [session for session in self.sessions.values() if session.last_seen < limit]:
                 await self.end_session(session.id)
             with errors_logged():
                 self.answers.sweep()
-                await asyncio.to_thread(self.archive.delete_expired)
+                await asyncio.to_thread(self.archive.delete_expired)  # deleting gigabytes takes seconds
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -151,7 +155,8 @@ class Gateway:
         session = self.session(request.session_id)
 
         def made() -> _Made:
-            config = request.lora_config or types.LoraConfig(rank=32)
+            config = request.lora_config or types.LoraConfig(rank=32)  # the SDK's own default
+            # before a row is written: a refused client leaves nothing
             self._check_new(request.base_model, config.rank, request.optimizer_config.type)
             row = TrainingRunRow(
                 id=f"{session.id}:train:{request.model_seq_id}",
@@ -159,6 +164,7 @@ class Gateway:
                 base_model=request.base_model,
                 directory=self.models.find(request.base_model).tokenizer,
                 rank=config.rank,
+                # drawn here and kept, so that a restored adapter begins equal
                 seed=secrets.randbelow(2**31) if config.seed is None else config.seed,
                 train_attn=config.train_attn,
                 train_mlp=config.train_mlp,
@@ -173,9 +179,11 @@ class Gateway:
     def create_loss(self, request: types.CreateCustomLossRequest) -> PendingAnswer:
         """Keeps a loss that the client sends as a graph, for the time of its session."""
         session, number = self.session(request.session_id), request.custom_loss_seq_id
+        # repeated by the SDK if its answer is lost
         pending, new = self.answers.open((session.id, "loss", number), session.id)
         if new:
             try:
+                # each holds a graph; a loop that makes one a step would grow for ever
                 if len(session.losses) >= MAX_LOSSES:
                     raise ValueError(f"the session has {MAX_LOSSES} losses, the most that this server keeps for one")
                 session.losses[f"{session.id}:loss:{number}"] = traced_loss(request)
@@ -193,7 +201,7 @@ class Gateway:
 
         def made() -> _Made:
             source = self.database.run(CheckpointPath.parse(request.path).run_id)
-            if source is None:
+            if source is None:  # of an exported model, or of another server
                 raise ValueError(f"there is no training run of {request.path}")
             base_model = request.base_model or source.base_model
             optimizer = request.optimizer_config
@@ -203,7 +211,7 @@ class Gateway:
                 user=session.user,
                 base_model=base_model,
                 directory=self.models.find(base_model).tokenizer,
-                rank=source.rank,
+                rank=source.rank,  # a checkpoint fits no other shape
                 seed=source.seed,
                 train_attn=source.train_attn,
                 train_mlp=source.train_mlp,
@@ -221,7 +229,7 @@ class Gateway:
         if client is None:
             saved = "; its checkpoints can be loaded into a new one" if self.database.run(run_id) else ""
             raise HTTPException(404, f"training client {run_id} has ended, or never was{saved}")
-        self.session(run_id.partition(":")[0])
+        self.session(run_id.partition(":")[0])  # keeps the session
         return client
 
     def submit(
@@ -233,17 +241,19 @@ class Gateway:
             raise HTTPException(422, f"seq_id is {number}; a call of a training client needs its sequence number")
         pending, new = self.answers.open((run_id, number), run_id.partition(":")[0])
         if new:
+            # not yet begun: calls run in the order of their numbers
             client.turns.put(number, lambda: call(client), pending)
             self.database.touch(client.run)
         return pending
 
     def _begin(self, session: ClientSession, number: int, made: Callable[[], _Made]) -> PendingAnswer:
         """Adds a training client, whose first call, number 0, makes its adapter."""
+        # the first call of a client is the one that makes it
         pending, new = self.answers.open((f"{session.id}:train:{number}", 0), session.id)
         if new:
             try:
                 row, first = made()
-                self.database.save(row)
+                self.database.save(row)  # before the client can save: a checkpoint's run must be known
             except ValueError as error:
                 pending.set(Answer.failure(error))
                 return pending
@@ -280,15 +290,17 @@ class Gateway:
         """Makes a sampling client of the base model or of a checkpoint. Raises ValueError for others."""
         session = self.session(request.session_id)
         sampler_id = f"{session.id}:sample:{request.sampling_session_seq_id}"
+        # the SDK repeats a request; the same client is the answer
         if (known := self.samplers.find(sampler_id)) is not None:
             return known
         if request.model_path is None:
             name, number = request.base_model or "", request.sampling_session_seq_id
             return self.samplers.add(session.id, number, self.models.find(name), name, None)
-        if sampler_id not in self._from_paths:
+        if sampler_id not in self._from_paths:  # loading takes seconds, in which the SDK may repeat it
             loading = self._load_sampler(session.id, request.sampling_session_seq_id, request.model_path)
             self._from_paths[sampler_id] = asyncio.create_task(loading)
         try:
+            # a client that leaves must not stop the load of another one
             return await asyncio.shield(self._from_paths[sampler_id])
         finally:
             self._from_paths.pop(sampler_id, None)
@@ -300,12 +312,12 @@ class Gateway:
     async def find_policy(self, name: str) -> tuple[ServedModel, Policy]:
         """What a base model, a training client (as it is now), a sampling client or a path samples from."""
         if name.startswith("tinker://"):
-            return (loaded := await self._loaded.load(name))[0], loaded[2]
+            return (loaded := await self._loaded.load(name))[0], loaded[2]  # a path, before names: it cannot be both
         if (sampler := self.samplers.find(name)) is not None:
             return sampler.model, sampler.policy
         if name in self.training:
             client = self.training_client(name)
-            return client.model, await client.freeze()
+            return client.model, await client.freeze()  # the version at the time of this request
         return self.models.find(name), None
 
     def sample(self, request: types.SampleRequest) -> PendingAnswer:
@@ -314,6 +326,7 @@ class Gateway:
         if sampler is None:
             raise HTTPException(404, self.samplers.missing(request.sampling_session_id))
         session = self.session(sampler.id.partition(":")[0])
+        # without a number the SDK does not repeat it
         key: Hashable = (sampler.id, request.seq_id) if request.seq_id is not None else uuid.uuid4()
         pending, new = self.answers.open(key, session.id)
         if new:
@@ -341,14 +354,15 @@ class LoadedCheckpoints:
         row, folder = self._archive.find_ours(path)
         run = self._database.run(row.run_id)
         assert run is not None, "a checkpoint's run is in the database before the checkpoint"
-        if run.rank == 0:
+        if run.rank == 0:  # all weights: no generator of adapters can hold them
             if (client := self._training.get(run.id)) is None:
                 raise ValueError(unloaded_whole(path))
             policy = await client.freeze_saved(path)
             return client.model, run.base_model, policy
-        async with self._loading:
+        async with self._loading:  # one at a time: each takes an adapter's place in the trainer
             model = self._models.find(run.base_model)
             saved_at, known = self._policies.get(path, (None, None))
+            # an overwritten path has another time
             if known is not None and saved_at == row.created_at and known in model.snapshots:
                 return model, run.base_model, known
             self._num_loaded += 1
@@ -361,7 +375,7 @@ class LoadedCheckpoints:
             finally:
                 await trainer.drop()
             self._policies[path] = row.created_at, policy
-            kept = {
+            kept = {  # the generator has given up the others
                 path: of_path
                 for path, of_path in self._policies.items()
                 if any(of_path[1] in m.snapshots for m in self._models)

@@ -53,6 +53,7 @@ class Keys:
     def __init__(self, folder: Path) -> None:
         """`folder` is the server's. Without a file there are no keys."""
         self._file = folder / KEYS
+        # the time and inode of the file that was read; a replaced file has others
         self._seen: tuple[int, int] | None = None
         self._users: dict[str, User] = {}
 
@@ -62,11 +63,11 @@ class Keys:
     def add(self, name: str, *, operator: bool = False) -> str:
         """Makes a key and returns it; it cannot be shown again. Raises ValueError if the name has one, or is none."""
         if not _NAME.fullmatch(name):
-            raise ValueError(
+            raise ValueError(  # it appears in logs and tables
                 f"name is {name!r}; it must start with a letter or a digit and have at most 64 letters, digits, dots, "
                 "underscores, hyphens and @"
             )
-        key = _PREFIX + secrets.token_urlsafe(32)
+        key = _PREFIX + secrets.token_urlsafe(32)  # 256 bits, so that a plain digest cannot be searched
         with self._changing() as entries:
             if name in entries:
                 raise ValueError(f"{name!r} has a key; revoke it first")
@@ -92,6 +93,7 @@ class Keys:
 
     def find(self, key: str) -> User | None:
         """Whose key this is, or None. A change of the file counts at once."""
+        # compares digests, so the time to find one says nothing about the key
         return self._by_digest().get(_digest(key))
 
     def _by_digest(self) -> Mapping[str, User]:
@@ -99,7 +101,7 @@ class Keys:
             status = self._file.stat()
         except FileNotFoundError:
             return {}
-        if self._seen != (status.st_mtime_ns, status.st_ino):
+        if self._seen != (status.st_mtime_ns, status.st_ino):  # `stat` alone costs microseconds, for every request
             entries = self._read()
             self._users = {e.sha256: User(name=name, is_operator=e.operator) for name, e in entries.items()}
             self._seen = status.st_mtime_ns, status.st_ino
@@ -116,15 +118,16 @@ class Keys:
     @contextmanager
     def _changing(self) -> Generator[dict[str, _Entry]]:
         """What the file holds; changes are written when the block ends without an error."""
-        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.parent.mkdir(parents=True, exist_ok=True)  # a server that was never started has no folder
         with self._file.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two operators may change keys at once
             entries = self._read()
             yield entries
             partial = self._file.with_suffix(".partial")
+            # readable by this user alone from its first byte
             with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
                 json.dump({name: asdict(entry) for name, entry in entries.items()}, file, indent=2)
-            partial.replace(self._file)
+            partial.replace(self._file)  # readers see the old file or the new one
 
 
 def needs_keys(config: ServeConfig, keys: Keys) -> bool:
@@ -132,7 +135,7 @@ def needs_keys(config: ServeConfig, keys: Keys) -> bool:
 
     Raises ValueError if they do and there is none.
     """
-    if len(keys) == 0 and not is_this_host(config.host):
+    if len(keys) == 0 and not is_this_host(config.host):  # without a key, everyone who reaches it could train
         raise ValueError(
             f"ServeConfig.host is {config.host}, which other hosts reach, and no user has a key; make one for each "
             f"user: ownloop key add NAME --folder {config.folder}"

@@ -58,7 +58,7 @@ async def get_server_capabilities(door: Door) -> types.GetServerCapabilitiesResp
 @listing.get("/training_runs")
 async def training_runs(door: Door, user: Caller, limit: int = 20, offset: int = 0) -> types.TrainingRunsResponse:
     """The user's training runs, the one with the newest request first."""
-    rows = door.database.runs(_seen_by(user))
+    rows = door.database.runs(_seen_by(user))  # runs of one user are few: paging happens here
     page = rows[offset : offset + limit]
     cursor = types.Cursor(offset=offset, limit=limit, total_count=len(rows))
     return types.TrainingRunsResponse(training_runs=[_run(door, row) for row in page], cursor=cursor)
@@ -105,7 +105,7 @@ async def weights_info(body: TinkerPath, door: Door) -> types.WeightsInfoRespons
     """What a checkpoint is of."""
     path = CheckpointPath.parse(body.tinker_path)
     row = _found(door, path.run_id)
-    _path(door, path.run_id, path.kind, path.name)
+    _path(door, path.run_id, path.kind, path.name)  # a run may exist without this checkpoint
     return types.WeightsInfoResponse(
         base_model=row.base_model,
         is_lora=row.rank > 0,
@@ -144,7 +144,7 @@ async def sessions(door: Door, user: Caller, limit: int = 20, offset: int = 0) -
     return types.ListSessionsResponse(sessions=seen[offset : offset + limit])
 
 
-def _seen_by(user: User) -> str | None:
+def _seen_by(user: User) -> str | None:  # None means all
     return None if user.is_operator else user.name
 
 
@@ -166,7 +166,7 @@ def _path(door: Gateway, run_id: str, kind: str, name: str) -> str:
 def _run(door: Gateway, row: TrainingRunRow) -> types.TrainingRun:
     saved = [_checkpoint(checkpoint) for checkpoint in door.database.checkpoints(row.id)]
     newest: dict[str, Any] = {}
-    for checkpoint in saved:
+    for checkpoint in saved:  # rows are newest first, so the first of its type is kept
         newest.setdefault(checkpoint.checkpoint_type, checkpoint)
     return types.TrainingRun(
         training_run_id=row.id,
@@ -195,7 +195,7 @@ def _checkpoint(row: CheckpointRow) -> types.Checkpoint:
 
 
 def _aware(time: datetime) -> datetime:
-    return time.replace(tzinfo=UTC)
+    return time.replace(tzinfo=UTC)  # SQLite gave it without a zone
 
 
 VALID_S = 3600
@@ -208,7 +208,7 @@ class Signatures:
 
     def __init__(self) -> None:
         """With a secret of its own."""
-        self._secret = secrets.token_bytes(32)
+        self._secret = secrets.token_bytes(32)  # random, so addresses of an earlier server are refused
 
     def sign(self, path: str, expires: int) -> str:
         """The signature of a path that may be fetched until `expires`, in seconds since 1970."""
@@ -216,6 +216,7 @@ class Signatures:
 
     def check(self, path: str, expires: int, signature: str) -> None:
         """Raises HTTPException 403 if this is not the path's signature, or no longer."""
+        # takes the same time wherever the first difference is
         if not hmac.compare_digest(self.sign(path, expires), signature) or expires < time.time():
             raise HTTPException(403, "this address is not signed by this server, or has expired; ask for it again")
 
@@ -229,10 +230,11 @@ async def external_weights_urls(
     signatures: Signatures = request.app.state.signatures
     expires = int(time.time()) + VALID_S
     urls: dict[str, str] = {}
-    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):  # sorted, so that two answers are equal
         relative = str(file.relative_to(folder))
         path = f"{DOWNLOADS}{run_id}/{name}/{relative}"
         query = urlencode({"expires": expires, "signature": signatures.sign(path, expires)})
+        # the signature covers the path as the route will see it, unquoted
         urls[relative] = f"{str(request.base_url).rstrip('/')}{quote(path)}?{query}"
     return types.ExternalWeightsUrlsResponse(urls=urls, expires=datetime.fromtimestamp(expires, UTC))
 
@@ -246,6 +248,6 @@ async def download(
     signatures.check(f"{DOWNLOADS}{run_id}/{name}/{relative}", expires, signature)
     gateway: Gateway = request.app.state.gateway
     _, folder = gateway.archive.find(str(CheckpointPath(run_id=run_id, kind=EXPORTED, name=name)))
-    if not (folder / relative).is_file():
+    if not (folder / relative).is_file():  # `sign` saw this very path, so it cannot lead outside
         raise HTTPException(404, f"there is no file {relative} in this checkpoint any more")
     return FileResponse(folder / relative)

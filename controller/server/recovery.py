@@ -59,9 +59,10 @@ class RestartingTrainer:
 
     async def replace(self, dead: Base, error: MeshError) -> None:
         """Returns when another trainer runs than the dead one. Raises `error` if it died too often lately."""
-        if dead is not self.running:
+        if dead is not self.running:  # another adapter has noticed it first, and a new trainer runs
             return
         if self._starting is None:
+            # a client that leaves must not stop it for the others
             self._starting = asyncio.create_task(self._start_again(error))
         await asyncio.shield(self._starting)
 
@@ -73,7 +74,7 @@ class RestartingTrainer:
             self.running = await self._start()
             self._say(f"{error.mesh} runs again; adapters are restored as their clients need them")
         finally:
-            self._starting = None
+            self._starting = None  # a failed start may be tried again
 
 
 class RecoveringAdapter:
@@ -99,7 +100,7 @@ class RecoveringAdapter:
     async def make(cls, base: RestartingTrainer, name: str, config: LoRAConfig, folder: Path) -> "RecoveringAdapter":
         """A new adapter. Raises as `Trainer.adapter`."""
         made = cls(base, name, config, folder)
-        await made._run(_nothing)
+        await made._run(_nothing)  # makes it now, so that the caller gets the error
         return made
 
     async def policy_version(self) -> int:
@@ -113,6 +114,7 @@ class RecoveringAdapter:
         size_bytes = sum(
             datum.tokens.nbytes + sum(array.nbytes for array in datum.loss_inputs.values()) for datum in batch
         )
+        # kept with its batch, to be repeated
         output = await self._change(lambda trainer: trainer.forward_backward(batch, loss, loss_config), size_bytes)
         self._has_gradient = True
         return output
@@ -126,6 +128,7 @@ class RecoveringAdapter:
         output = await self._change(lambda trainer: trainer.optim_step(params, grad_scale))
         self._has_gradient = False
         too_many = self._calls_s > REPEAT_S or self._calls_bytes > REPEAT_BYTES or len(self._calls) >= REPEAT_CALLS
+        # after a step: there is no gradient that a checkpoint would lose
         if too_many and time.monotonic() >= self._next_try:
             await self._begin_at(lambda point: self._run(lambda trainer: trainer.save_checkpoint(point)))
         return output
@@ -157,6 +160,7 @@ class RecoveringAdapter:
         """As `Trainer.load_checkpoint`."""
         version = await self._change(lambda trainer: trainer.load_checkpoint(path, weights_only=weights_only))
         self._has_gradient = False
+        # what was done before does not count any more
         await self._begin_at(partial(_copy, path), weights_only=weights_only)
         return version
 
@@ -189,22 +193,24 @@ class RecoveringAdapter:
             base = self._made_by
             try:
                 if self._trainer is None:
+                    # asked anew: the trainer may have been replaced meanwhile
                     base = self._made_by = self._base.running
                     self._trainer = await self._make_again(base)
                 return await call(self._trainer)
             except MeshError as error:
                 if error.mesh == "store":  # without it nothing can be published; the server ends
                     raise
-                self._trainer = None
+                self._trainer = None  # this adapter died with its trainer
                 if died_before:
                     raise
                 died_before = True
+                # returns when a trainer runs, on which the loop makes the call again
                 await self._base.replace(base, error)
 
     async def _change(self, call: Callable[[Trainer], Awaitable[T]], size_bytes: int = 0) -> T:
         """Makes a call that changes the adapter, and notes it."""
         began = time.monotonic()
-        result = await self._run(call)
+        result = await self._run(call)  # if it raises, nothing is noted: it changed nothing
         self._calls.append(call)
         self._calls_s += time.monotonic() - began
         self._calls_bytes += size_bytes
@@ -219,7 +225,7 @@ class RecoveringAdapter:
                 await trainer.load_checkpoint(path, weights_only=weights_only)
             for call in self._calls:
                 await call(trainer)
-        except ValueError as error:
+        except ValueError as error:  # what ran before cannot fail now, unless the checkpoint has gone
             await trainer.drop()
             raise AdapterLostError(
                 f"the trainer died, and its successor could not restore this adapter ({error}); make a training client "
@@ -236,16 +242,16 @@ class RecoveringAdapter:
         point = self._folder / str(self._num_points)
         try:
             await write(point)
-        except MeshError:
+        except MeshError:  # the trainer died: `_run` has dealt with it, or its caller will
             raise
         except Exception:
             traceback.print_exc()
-            self._next_try = time.monotonic() + REPEAT_S
+            self._next_try = time.monotonic() + REPEAT_S  # not at every step: a full disk stays full for a while
             shutil.rmtree(point, ignore_errors=True)
             return
         before, self._origin = self._origin, (point, weights_only)
         self._calls, self._calls_s, self._calls_bytes = [], 0.0, 0
-        if before is not None:
+        if before is not None:  # only now that the new one counts
             shutil.rmtree(before[0], ignore_errors=True)
 
 
@@ -293,7 +299,7 @@ class Snapshots:
         """Keeps the trainer's current version. `name` is the adapter's."""
 
         async def pull(version: int) -> Policy:
-            if (name, version) not in self._kept:
+            if (name, version) not in self._kept:  # the same version may be asked for by several sampling clients
                 await self._make_room()
                 await self._generator.pull_model_state_dict(version, policy=name, frozen=True)
             return name, version
@@ -304,7 +310,7 @@ class Snapshots:
         """Replaces the adapter's live version by the trainer's current one, also under requests that are running."""
 
         async def pull(version: int) -> Policy:
-            if name not in self._kept:
+            if name not in self._kept:  # replacing a version in its place takes no room
                 await self._make_room()
             await self._generator.pull_model_state_dict(version, policy=name, mode="inflight")
             return name
@@ -313,10 +319,10 @@ class Snapshots:
 
     async def _publish(self, trainer: Trainer, pull: Callable[[int], Awaitable[Policy]]) -> Policy:
         """Pushes and pulls; once more if a process died meanwhile, because pushed weights are lost with a trainer."""
-        for is_last in (False, True):
+        for is_last in (False, True):  # the second push is made by the new trainer
             version = await trainer.push_model_state_dict()
             try:
-                async with self._pulling:
+                async with self._pulling:  # one at a time: two could find room for one
                     policy = await pull(version)
                     self._note_use(policy)
                     return policy
@@ -338,10 +344,10 @@ class Snapshots:
             )
         self._note_use(policy)
         self._running[policy] += 1
-        try:
+        try:  # its place is not given up while it runs
             yield
         except PolicyLostError:
-            await self.drop(policy)
+            await self.drop(policy)  # the generator that took its place does not have it
             raise ValueError(
                 "this sampling client's weights were lost when the generator died; make a new sampling client, or "
                 "sample from a saved path"
@@ -359,15 +365,16 @@ class Snapshots:
     async def drop_adapter(self, name: str) -> None:
         """Gives up all versions of an adapter."""
         for policy in [p for p in self._kept if p == name or (isinstance(p, tuple) and p[0] == name)]:
-            await self.drop(policy)
+            await self.drop(policy)  # a list: dropping changes the dictionary
 
     def _note_use(self, policy: Policy) -> None:
-        self._kept.pop(policy, None)
+        self._kept.pop(policy, None)  # taken out first, so that it comes last
         self._kept[policy] = None
 
     async def _make_room(self) -> None:
         if len(self._kept) < self.max_kept:
             return
+        # in the order of use: the one that was used longest ago
         idle = next((policy for policy in self._kept if self._running[policy] == 0), None)
         if idle is None:
             raise ValueError(

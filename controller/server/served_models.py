@@ -69,6 +69,7 @@ class ServedModel:
         The SDK takes a name with two slashes for a variant of a model, and leaves out the variant. A directory with two
         slashes gets a third one at its end.
         """
+        # the SDK takes apart a name with two slashes, ORG/NAME/REVISION
         is_taken_apart = Path(self.tokenizer).is_absolute() and self.tokenizer.count("/") == 2
         return f"{self.tokenizer}/" if is_taken_apart else self.tokenizer
 
@@ -144,19 +145,19 @@ class WholeModels:
                 f"all {self._config.full} places for full fine-tuning are taken, which `ownloop serve --full` sets; "
                 "wait until a client ends, or train an adapter: choose a rank above 0"
             )
-        self._places.num_free -= 1
+        self._places.num_free -= 1  # before the first await: two clients cannot take the same place
         self._places.num_begun += 1
         stack = AsyncExitStack()
         try:
             trainer, generator = await self._launch(stack, f"full-{self._places.num_begun}")
-        except BaseException:
+        except BaseException:  # also when cancelled: the place must come back
             await stack.aclose()
             self._places.num_free += 1
             raise
         self._running.append(stack)
 
         async def end() -> None:
-            if stack in self._running:
+            if stack in self._running:  # the second call finds nothing to do
                 self._running.remove(stack)
                 await stack.aclose()
                 self._places.num_free += 1
@@ -169,6 +170,7 @@ class WholeModels:
             await self._running.pop().aclose()
 
     async def _launch(self, stack: AsyncExitStack, name: str) -> tuple[Trainer, Generator]:
+        # its processes are its own, its store is shared
         launcher = await stack.enter_async_context(Launcher(self._config.folder / "logs", beside=self._launcher))
         generator_config = self._config.generator
         if self._config.full > 1:  # in the weight store, versions of two models without a name would be the same
@@ -183,6 +185,7 @@ class WholeModels:
 
     def _as_served(self, generator: Generator) -> ServedModel:
         async def answer(call: OpenAICall) -> OpenAIReply:
+            # has no policy by name, so its router is the plain one
             assert isinstance(generator, GeneratorRouter), "without `lora` it is"
             return await openai(generator, replace(self._options.parse(call), policy=None))
 
@@ -193,7 +196,7 @@ class WholeModels:
             adapter=_no_adapter,
             generator=by_names,
             max_rank=0,
-            max_context=self._config.generator.max_model_len,
+            max_context=self._config.generator.max_model_len,  # the whole context is one request's
             vocab_size=self._vocab_size,
             snapshots=OneVersion(by_names, 1),
             openai=answer,
@@ -206,7 +209,7 @@ class OneVersion(Snapshots):
     """The one version that a generator of a whole model holds."""
 
     async def _make_room(self) -> None:
-        for policy in list(self._kept):
+        for policy in list(self._kept):  # the next version takes the place of this one
             del self._kept[policy]  # later requests of it fail, and running ones finish
             while self._running[policy] > 0:
                 await asyncio.sleep(_POLL_S)
@@ -223,7 +226,7 @@ class WholeGenerator:
         self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
     ) -> list[Completion]:
         """As `Generator.generate`."""
-        del policy
+        del policy  # every policy is the model itself
         return await self._unbound.generate(prompt_tokens, sampling, num_samples)
 
     async def pull_model_state_dict(
@@ -236,7 +239,7 @@ class WholeGenerator:
         keep_prefix_cache: bool = False,
     ) -> None:
         """As `Generator.pull_model_state_dict`."""
-        del policy, frozen
+        del policy, frozen  # there is one version, the newest
         await self._unbound.pull_model_state_dict(version, mode=mode, keep_prefix_cache=keep_prefix_cache)
 
     async def drop_policy(self, policy: Policy) -> None:

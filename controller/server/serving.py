@@ -46,7 +46,7 @@ KEEP_ALIVE_S = 75
 
 
 Say = Callable[[str], None]
-_ADAPTERS_AT_ONCE = 8
+_ADAPTERS_AT_ONCE = 8  # adapters that vLLM computes in one batch
 
 
 async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> None:
@@ -58,7 +58,7 @@ async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> No
     keys = Keys(config.folder)
     needs_key = needs_keys(config, keys)
     with (
-        held(config.folder),
+        held(config.folder),  # before anything is started or written
         listen(config.host, config.port) as listener,
         request_log(config.folder / "logs" / "requests.log"),
     ):
@@ -76,6 +76,7 @@ async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> No
             )
             for line in invitation(config, listener, needs_key=needs_key):
                 say(line)
+            # as late as possible: what exists by now is never walked again
             stack.enter_context(without_walking_what_exists())
             await Server(options).serve_until_cancelled(listener)
 
@@ -84,7 +85,7 @@ async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> No
 def held(folder: Path) -> Generator[None]:
     """Within the block, a folder is this server's alone. Raises ValueError if another has it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
+    with (folder / ".lock").open("w") as lock:  # the file stays; the lock goes with the process, however it ends
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -95,6 +96,7 @@ def held(folder: Path) -> Generator[None]:
 def invitation(config: ServeConfig, listener: socket.socket, *, needs_key: bool) -> list[str]:
     """What clients and people need to know to use the server."""
     host, port = listener.getsockname()[:2]
+    # 0.0.0.0 is no address that a client can use
     name = socket.gethostname() if ipaddress.ip_address(host).is_unspecified else f"[{host}]" if ":" in host else host
     scheme = "http" if config.tls_certificate is None else "https"
     key = "the key of `ownloop key add`" if needs_key else "tml-local"
@@ -113,7 +115,7 @@ def request_log(file: Path) -> Generator[None]:
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    log.propagate = False
+    log.propagate = False  # the console is for people; a line per request is for the log
     try:
         yield
     finally:
@@ -131,10 +133,12 @@ async def host(
     options = model_options(config, models)
     shutil.rmtree(config.folder / "recovery", ignore_errors=True)  # of a server that was killed
     first = await stack.enter_async_context(Launcher(config.folder / "logs"))
+    # processes of their own, in the same store
     others = [Launcher(config.folder / "logs", beside=first) for _ in range(len(models) - 1)]
     launchers = [first, *[await stack.enter_async_context(other) for other in others]]
-    places = Places(config.full)
+    places = Places(config.full)  # shared: `--full` counts for the whole server
     starts = [
+        # together: each start waits mostly for imports
         _host_one(stack, launcher, config, of_model, "" if index == 1 else f"-{index}", places, say)
         for index, (launcher, of_model) in enumerate(zip(launchers, options, strict=True), start=1)
     ]
@@ -151,15 +155,17 @@ async def _host_one(
     say: Say,
 ) -> ServedModel:
     model = options.directory
-    at_once = min(_ADAPTERS_AT_ONCE, config.max_snapshots)
+    at_once = min(_ADAPTERS_AT_ONCE, config.max_snapshots)  # more than are kept can never be in one batch
     limits = LoRALimits(max_rank=config.max_rank, max_adapters=at_once, max_loaded=config.max_snapshots)
     generator_config = replace(config.generator, lora=limits)
+    # room for the largest; smaller adapters are padded
     trainer_config = replace(config.trainer, lora=LoRAConfig(rank=config.max_rank))
     policy, generator = await asyncio.gather(
         launcher.trainer(model, trainer_config, name=f"trainer{suffix}", generator=generator_config),
         launcher.generator(model, generator_config, name=f"generator{suffix}"),
     )
     assert isinstance(generator, BoundGenerator), "with `lora` it is"
+    # the base without an adapter, of which any number can be made
     base = await launcher.reference(model, trainer_config)
     await policy.drop()  # a loop's adapter; here every client makes its own
     restart = partial(launcher.restart_trainer, f"trainer{suffix}")
@@ -170,7 +176,7 @@ async def _host_one(
 
     throughput, vocab_size, read_image = Throughput(), inspect_model(model).vocab_size, image_reader(model)
     whole = WholeModels(launcher, config, options, vocab_size, throughput, places, read_image)
-    stack.push_async_callback(whole.close)
+    stack.push_async_callback(whole.close)  # the generators of whole models end before the base's
     return ServedModel(
         names=options.names,
         tokenizer=str(model),

@@ -45,7 +45,7 @@ class TrainingClient:
         self.num_steps = 0
         """Optimizer steps that this client made."""
         self.num_tokens = 0
-        """Tokens of its batches."""
+        """Tokens of its batches."""  # for the status page and the log
 
     @property
     def _adapter_name(self) -> str:
@@ -69,29 +69,32 @@ class TrainingClient:
     async def load(self, path: str, *, optimizer: bool) -> Answer:
         """Puts a checkpoint in the adapter's place. The accumulated gradient is dropped."""
         _, folder = self._archive.find_ours(path)
+        # checkpoints to sample from have no moments of the optimizer
         if optimizer and CheckpointPath.parse(path).kind != "weights":
             raise ValueError(f"{path} was saved for sampling and has no optimizer state; use a path of save_state")
-        self._num_adapters += 1
-        self._saved_now.clear()
+        self._num_adapters += 1  # another name, as `_adapter_name` explains
+        self._saved_now.clear()  # whatever comes now, it is not what was saved
         if self.run.rank == 0:
             trainer = await self._begin_whole() if self._trainer is None else self._trainer
             await trainer.load_checkpoint(folder, weights_only=not optimizer)
             return Answer.json({"type": "load_weights", "path": path, "model_id": self.run.id})
+        # beside the old one, which stays if the load fails
         loaded = await self.model.adapter(self._adapter_name, self.run.lora)
         try:
             await loaded.load_checkpoint(folder, weights_only=not optimizer)
-        except BaseException:
+        except BaseException:  # also when cancelled
             await loaded.drop()
             raise
         replaced, self._trainer = self._trainer, loaded
         if replaced is not None:
-            await replaced.drop()
+            await replaced.drop()  # after the new one counts: a failure here loses nothing
         return Answer.json({"type": "load_weights", "path": path, "model_id": self.run.id})
 
     async def _begin_whole(self) -> Trainer:
         if self.model.whole is None:
             raise ValueError("this server has no room for full fine-tuning, which `ownloop serve --full 1` makes")
         self._whole = await self.model.whole()
+        # sampling clients then use the generator of this training
         self._trainer, self.model = self._whole.trainer, self._whole.served
         return self._trainer
 
@@ -102,11 +105,13 @@ class TrainingClient:
 
         `own_losses` are the losses that the client's session has made, by id.
         """
+        # in a thread: a large batch takes tenths of a second
         batch = await asyncio.to_thread(read_batch, request, own_losses, self.model.read_image)
         if batch.forward_only:
             output = await self._current.forward(batch.data, entropy=batch.loss.needs_entropy)
             metrics = await asyncio.to_thread(_evaluate, batch, output)
         else:
+            # by its name, as the handle takes it; a custom one has no name to find it by
             loss = batch.loss if batch.loss.name == "custom" else batch.loss.name
             output = await self._current.forward_backward(batch.data, loss, _options(batch))
             metrics = output.metrics
@@ -118,7 +123,7 @@ class TrainingClient:
 
     async def optim_step(self, params: types.OptimParams) -> Answer:
         """One step with the accumulated gradient: AdamW's, or Muon's under Tinker's name, Dimuon."""
-        if isinstance(params, types.AdamParams):
+        if isinstance(params, types.AdamParams):  # fields have the same names on purpose
             step = AdamParams(**params.model_dump())
         elif params.type == "dimuon":
             dimuon = types.DimuonParams(**params.model_dump())
@@ -128,9 +133,9 @@ class TrainingClient:
             raise ValueError(f"the optimizer is {params.type!r}; pass AdamParams or DimuonParams")
         output = await self._current.optim_step(step)
         self.num_steps += 1
-        self._saved_now.clear()
+        self._saved_now.clear()  # the weights have changed
         metrics = {"policy_version": float(output.policy_version), "skipped": float(output.skipped)}
-        if math.isfinite(output.grad_norm):
+        if math.isfinite(output.grad_norm):  # JSON has no infinity; a skipped step has such a norm
             metrics["grad_norm"] = output.grad_norm
         return Answer.json({"type": "optim_step", "metrics": metrics})
 
@@ -143,6 +148,7 @@ class TrainingClient:
             path,
             self._current.save_checkpoint,
             ttl_seconds=request.ttl_seconds,
+            # a name for sampling always means the same weights
             overwrite=isinstance(request, types.SaveWeightsRequest) and request.overwrite,
             user_metadata=request.user_metadata,
         )
@@ -174,13 +180,14 @@ class TrainingClient:
 
     async def freeze(self) -> Policy:
         """Keeps the current version for sampling, between two calls."""
+        # not while a step changes the weights
         return await self.turns.between(lambda: self.model.snapshots.freeze(self._adapter_name, self._current))
 
     async def freeze_saved(self, path: str) -> Policy:
         """Keeps what was saved under a path. Raises ValueError if that is no longer the current version."""
 
         async def freeze() -> Policy:
-            if path not in self._saved_now:
+            if path not in self._saved_now:  # asked again in its turn: a step may have come between
                 raise ValueError(unloaded_whole(path))
             return await self.model.snapshots.freeze(self._adapter_name, self._current)
 
@@ -189,8 +196,8 @@ class TrainingClient:
     async def close(self) -> None:
         """Gives the adapter up. Its checkpoints, and frozen versions that are kept, stay."""
         await self.turns.close()
-        trainer, self._trainer = self._trainer, None
-        if self._whole is not None:
+        trainer, self._trainer = self._trainer, None  # a call after this one finds no trainer
+        if self._whole is not None:  # ends its processes, and the trainer with them
             await self._whole.end()
         elif trainer is not None:
             await trainer.drop()
@@ -219,24 +226,22 @@ def unloaded_whole(path: str) -> str:
 def _options(batch: TrainingBatch) -> Mapping[str, Any]:
     """The loss's options, as `Trainer.forward_backward` takes them."""
     shared = {name: getattr(batch.loss.shared, name) for name in batch.loss.takes}
-    return {**batch.loss.options, **shared}
+    return {**batch.loss.options, **shared}  # those that the loss accepts; others would be refused
 
 
 def _evaluate(batch: TrainingBatch, output: ForwardBackwardOutput) -> Mapping[str, float]:
     """The loss of a forward pass, by the same function as in training."""
 
     def joined(arrays: list[np.ndarray[Any, Any]]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(arrays))
+        return torch.from_numpy(np.concatenate(arrays))  # of all datums, one after the other
 
     lengths = [len(datum.tokens) for datum in batch.data]
     inputs = LossInputs(
         arrays={name: joined([d.loss_inputs[name] for d in batch.data]) for name in batch.data[0].loss_inputs},
+        # which datum each position belongs to
         datum_index=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
         num_datums=len(lengths),
     )
     entropy = None if output.entropy is None else joined(list(output.entropy))
     loss, metrics = batch.loss(joined(list(output.logprobs)), entropy, inputs)
     return {"loss": float(loss), **{name: float(value) for name, value in metrics.items()}}
-
-
-"""How long later calls wait for one that does not arrive. The client tries to send for five minutes."""

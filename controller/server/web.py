@@ -17,6 +17,7 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns Nagle's algorithm off only for sockets that name their protocol; with it an answer takes 40 ms more.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    # a server that was just stopped leaves the port in TIME_WAIT
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -32,15 +33,15 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         """Captures none."""
-        yield
+        yield  # uvicorn would take Ctrl-C away from the whole program
 
     async def serve_until_cancelled(self, listener: socket.socket) -> None:
         """Serves; when cancelled, ends the requests that run."""
         running = asyncio.create_task(self.serve(sockets=[listener]))
         try:
-            await asyncio.shield(running)
+            await asyncio.shield(running)  # a cancellation must not reach uvicorn in the middle of an answer
         finally:
-            self.should_exit = self.force_exit = True
+            self.should_exit = self.force_exit = True  # without waiting for connections that stay open
             await running
 
 
@@ -51,13 +52,13 @@ async def first_or_gone(answering: AsyncGenerator[T], request: Request) -> T | N
         return await anext(answering)
 
     async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await request.receive())["type"] != "http.disconnect":  # other messages are parts of the body
             pass
 
     replying, going = asyncio.create_task(reply()), asyncio.create_task(gone())
     try:
         await asyncio.wait((replying, going), return_when=asyncio.FIRST_COMPLETED)
-        return replying.result() if replying.done() else None
+        return replying.result() if replying.done() else None  # both may be done: the reply counts
     finally:
         for task in (replying, going):
             task.cancel()

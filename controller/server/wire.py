@@ -29,6 +29,7 @@ from rl.types import REPORTED_WEIGHT, Datum
 SERVED_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 """Tinker's losses that have a published formula. `forward_backward_custom` is made of them by the client."""
 OWN_LOSS = "for a loss of your own, there are create_custom_loss, and forward_backward_custom with a function"
+# besides what the loss needs
 _OPTIONAL_INPUTS = ("weights", "old_logprobs", "reference_logprobs", "temperature", "kept")
 """Two are inputs of this server alone: `temperature`, at which the client sampled, the same number at every token, and
 `kept`, int64 [N, W], the words that its cut left for each target, filled up with -1; nothing but -1 for all words."""
@@ -55,10 +56,10 @@ def decode_request(body: bytes, encoding: str | None, max_bytes: int) -> message
     if encoding == "zstd":
         try:
             with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-                body = reader.read(max_bytes + 1)
+                body = reader.read(max_bytes + 1)  # one byte more than allowed shows that there is more
         except zstandard.ZstdError as error:
             raise ValueError(f"the body is not zstd, as its Content-Encoding says: {error}") from None
-    if len(body) > max_bytes:
+    if len(body) > max_bytes:  # also for a body that is not compressed
         raise ValueError(f"the request is larger than {max_bytes} bytes; send fewer datums at a time")
     request = messages.ForwardBackwardRequest()
     try:
@@ -71,6 +72,7 @@ def decode_request(body: bytes, encoding: str | None, max_bytes: int) -> message
 def check_size(request: messages.ForwardBackwardRequest, limits: Limits) -> None:
     """Raises ValueError for a batch that is larger than the server takes at once."""
     chunks = [chunk for datum in request.data for chunk in datum.model_input]
+    # int32, so four bytes a token; an image says how many it has
     num_tokens = sum(len(chunk.encoded_text.tokens) // 4 + chunk.image.expected_tokens for chunk in chunks)
     for what, found, limit, option in (
         ("datums", len(request.data), limits.batch_datums, "batch-datums"),
@@ -94,6 +96,7 @@ def read_batch(
     data: list[Datum] = []
     widths: list[int] = []
     for index, message in enumerate(request.data):
+        # the SDK's own losses may have other inputs than ours
         read = _read_own_datum if isinstance(loss.function, TracedLoss) else _read_datum
         parts, width = read(f"data[{index}]", message, loss, read_image)
         data += parts
@@ -107,18 +110,21 @@ def encode_output(batch: TrainingBatch, logprobs: Sequence[NDArray[np.float32]],
     Metrics get the name of their reduction, by which the client merges the metrics of one call's requests.
     """
     output = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    remaining = iter(logprobs)
+    remaining = iter(logprobs)  # log-probs come one per datum of ours: K for one with K targets
     for width in batch.widths:
+        # the columns of its targets, side by side
         array = next(remaining) if width == 0 else np.stack([next(remaining) for _ in range(width)], axis=1)
         record = output.loss_fn_outputs.add(num_datums=1)
         field = record.fields["logprobs"]
         field.dtype = messages.DTYPE_FLOAT32
         field.data = np.ascontiguousarray(array, dtype=np.float32).tobytes()
+        # where each datum begins and ends, in bytes
         field.offsets = np.array([0, array.size * 4], dtype=np.int64).tobytes()
         if width:
             field.trailing_shape.append(width)
     for name, value in metrics.items():
         if name.startswith(PREFIX):  # the trainer adds up over datums
+            # the trainer divides nothing: its sums are over datums
             output.metrics[name] = value / len(batch.data) if name.endswith(":mean") else value
         else:
             output.metrics[_with_reduction(name)] = value
@@ -129,11 +135,12 @@ def _with_reduction(name: str) -> str:
     for reduction in ("max", "min"):
         if name.endswith(f"_{reduction}"):
             return f"{name.removesuffix(f'_{reduction}')}:{reduction}"
-    return f"{name.removesuffix('_sum')}:sum"
+    return f"{name.removesuffix('_sum')}:sum"  # the SDK merges the parts of a batch by these endings
 
 
 def traced_loss(request: types.CreateCustomLossRequest) -> Loss:
     """The loss that a client sends as a graph. Raises ValueError for one that this server does not run."""
+    # log-probs come first, and are the only input with a gradient
     if [each.name for each in request.inputs[:1]] != ["logprobs"] or any(each.rank == 2 for each in request.inputs):
         ranks = {each.name: each.rank for each in request.inputs}
         raise ValueError(
@@ -152,7 +159,7 @@ def traced_loss(request: types.CreateCustomLossRequest) -> Loss:
 
 def _read_loss(request: messages.ForwardBackwardRequest, own_losses: Mapping[str, Loss]) -> Loss:
     name = request.loss_fn
-    if name == "custom":
+    if name == "custom":  # the SDK sends no loss of ours by that name
         loss_id = request.loss_fn_config_v2["loss_id"].text
         if loss_id not in own_losses:
             raise ValueError(f"loss_id is {loss_id!r}; this session has made {sorted(own_losses)}; {OWN_LOSS}")
@@ -165,7 +172,7 @@ def _read_loss(request: messages.ForwardBackwardRequest, own_losses: Mapping[str
     if name not in SERVED_LOSSES:
         raise ValueError(f"loss_fn is {name!r}; this server computes {', '.join(SERVED_LOSSES)}; {OWN_LOSS}")
     config: dict[str, float | str] = dict(request.loss_fn_config)
-    for option, value in request.loss_fn_config_v2.items():
+    for option, value in request.loss_fn_config_v2.items():  # the older field has numbers, the newer also texts
         config[option] = value.number if value.WhichOneof("value") == "number" else value.text
     return get_loss(name, config)
 
@@ -178,12 +185,12 @@ def _read_datum(
     tokens, images = np.array(sequence, dtype=np.int64), images_of(sequence)
     arrays = {name: _read_tensor(f"{field}.loss_fn_inputs[{name!r}]", t) for name, t in message.loss_fn_inputs.items()}
     accepted = ("target_tokens", *loss.required_inputs, *_OPTIONAL_INPUTS)
-    if loss.name == "gspo":
+    if loss.name == "gspo":  # the SDK sends it for GSPO, which counts sequences with it
         accepted = (*accepted, "sequence_ratio_mask")
     for name, array in arrays.items():
         if name not in accepted:
             raise ValueError(f"{field}.loss_fn_inputs has {name!r}; {loss.name} takes {', '.join(accepted)}")
-        if len(array) != len(tokens):
+        if len(array) != len(tokens):  # one entry per token: nothing is cut or filled up
             raise ValueError(
                 f"{field}.loss_fn_inputs[{name!r}] has length {len(array)}; there are {len(tokens)} tokens"
             )
@@ -194,6 +201,7 @@ def _read_datum(
         raise ValueError(f"{field}.loss_fn_inputs['target_tokens'] is of dtype {targets.dtype}; it must be int64")
     kept = _read_kept(field, arrays.pop("kept", None))
     inputs = {name: a if name == "target_tokens" else a.astype(np.float32) for name, a in arrays.items()}
+    # the SDK leaves them out for weights of 1
     weights = inputs.setdefault("weights", np.ones(targets.shape, np.float32))
     # Our losses skip tokens of weight 0 and report no log-prob for them; Tinker reports all.
     only_reported = (weights == 0) | _without_effect(loss, inputs)
@@ -201,10 +209,12 @@ def _read_datum(
     temperature = _read_temperature(field, inputs.pop("temperature", None))
     if targets.ndim == 1:
         return [Datum(tokens=tokens, loss_inputs=inputs, temperature=temperature, images=images, kept=kept)], 0
+    # K targets at a position, such as a teacher's most probable tokens
     if loss.name != "cross_entropy" or any(a.shape != targets.shape for a in inputs.values()):
         shapes = {name: a.shape for name, a in inputs.items()}
         raise ValueError(f"{field}.loss_fn_inputs has shapes {shapes}; only cross_entropy takes [N, K], all of one K")
     columns = range(targets.shape[1])
+    # a datum has one target per position
     parts = [{name: np.ascontiguousarray(a[:, k]) for name, a in inputs.items()} for k in columns]
     whole = Datum(tokens=tokens, loss_inputs={}, temperature=temperature, images=images, kept=kept)
     return [replace(whole, loss_inputs=part) for part in parts], len(columns)
@@ -222,10 +232,11 @@ def _read_own_datum(
     for name in ("target_tokens", *traced.inputs):
         if name not in arrays:
             raise ValueError(f"{field}.loss_fn_inputs lacks {name!r}; it has {sorted(arrays)}")
-        length = 1 if name in traced.scalars else len(tokens)
+        length = 1 if name in traced.scalars else len(tokens)  # a scalar is sent once, and every position needs it
         if arrays[name].shape != (length,):
             raise ValueError(f"{field}.loss_fn_inputs[{name!r}] has shape {arrays[name].shape}; it must be [{length}]")
         key = name if name == "target_tokens" else f"{PREFIX}{name}"
+        # of its own memory: torch wants arrays that can be written to
         inputs[key] = np.broadcast_to(arrays[name], len(tokens)).copy()
     dtypes = [torch.from_numpy(inputs[f"{PREFIX}{name}"]).dtype for name in traced.inputs]
     try:
@@ -239,6 +250,7 @@ def _read_temperature(field: str, given: NDArray[np.float32] | None) -> float:
     """The temperature that all tokens of a datum have."""
     if given is None or given.size == 0:
         return 1.0
+    # one number per datum: the trainer divides its logits by it
     if not (np.isfinite(given).all() and given.flat[0] > 0 and (given == given.flat[0]).all()):
         raise ValueError(f"{field}.loss_fn_inputs['temperature'] must be one finite number above 0 at every token")
     return float(given.flat[0])
@@ -253,7 +265,7 @@ def _read_kept(field: str, given: NDArray[Any] | None) -> KeptSets | None:
             f"{field}.loss_fn_inputs['kept'] is {given.dtype} of shape {list(given.shape)}; it must be int64 [N, W], "
             "the words that were kept for each target, filled up with -1"
         )
-    return KeptSets.of([np.unique(row[row >= 0]) for row in given])
+    return KeptSets.of([np.unique(row[row >= 0]) for row in given])  # -1 fills a row up
 
 
 def _without_effect(loss: Loss, inputs: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
@@ -264,6 +276,7 @@ def _without_effect(loss: Loss, inputs: Mapping[str, NDArray[Any]]) -> NDArray[n
     advantages, mask = inputs.get("advantages"), inputs.get("sequence_ratio_mask")
     known = loss.name in ("importance_sampling", "ppo", "cispo") or (loss.name == "gspo" and mask is not None)
     if not known or advantages is None or loss.shared != SharedOptions():
+        # with any other option the term of such a token may not be 0
         return np.zeros(inputs["weights"].shape, np.bool_)
     return np.logical_and.accumulate((advantages == 0) if mask is None else (advantages == 0) & (mask == 0))
 
@@ -274,13 +287,14 @@ def _read_tokens(field: str, message: messages.Datum, read_image: ReadImage | No
     for chunk in message.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind == "encoded_text":
+            # int32 on the wire, whatever the dtype of the targets
             chunks.append(_from_bytes(field, chunk.encoded_text.tokens, np.int32).tolist())
         elif kind == "image" and read_image is not None:
             if chunk.image.HasField("override_dimensions"):
                 raise ValueError(f"{field} has an image with override_dimensions; resize the image in its place")
             expected = chunk.image.expected_tokens if chunk.image.HasField("expected_tokens") else None
             chunks.append(image_tokens(field, chunk.image.data, expected, read_image))
-        else:
+        else:  # resizing here would change the number of tokens
             raise ValueError(f"{field} has a chunk of kind {kind}; this server trains on text only: leave it out")
     return join_tokens(*chunks)
 
@@ -294,7 +308,7 @@ def _read_tensor(field: str, tensor: messages.Tensor) -> NDArray[Any]:
     values = _from_bytes(field, tensor.sparse_csr.values if sparse else tensor.dense, _DTYPES[tensor.dtype])
     if sparse:
         return _from_sparse(field, values, tensor.sparse_csr, shape)
-    shape = shape or values.shape
+    shape = shape or values.shape  # a shape may be left out for one dimension
     if len(shape) not in (1, 2) or any(size < 0 for size in shape) or int(np.prod(shape)) != values.size:
         raise ValueError(f"{field} has {values.size} values and shape {list(shape)}; they must agree: [N] or [N, K]")
     return values.reshape(shape)
@@ -305,7 +319,7 @@ def _from_sparse(field: str, values: NDArray[Any], csr: messages.SparseCsr, shap
     columns = _from_bytes(field, csr.col_indices, np.int64)
     rows = csr_rows(field, starts, columns, len(values), shape)
     dense = np.zeros(shape, values.dtype)
-    dense[rows, columns] = values
+    dense[rows, columns] = values  # cells that are not named stay 0
     return dense
 
 
