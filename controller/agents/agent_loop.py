@@ -54,9 +54,10 @@ async def train(config: AgentConfig, folder: RunFolder, console: Console) -> Non
         run.steps(policy=trainer) as steps,
         agent_endpoint(generator, config.sampling, config.limits, tool_parser=config.tool_parser) as endpoint,
     ):
+        # the generator begins with the trainer's weights, also after a resume
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         for step in steps:
-            if (step - 1) % config.evaluate_every == 0:
+            if (step - 1) % config.evaluate_every == 0:  # before the first step too
                 run.log_evaluation(step - 1, await evaluate())
             clock, count = run.begin_step(step), config.prompts_per_step
             tasks = env.train_problems(config.seed, (step - 1) * count, count)
@@ -65,12 +66,12 @@ async def train(config: AgentConfig, folder: RunFolder, console: Console) -> Non
                 groups = await run_agents(endpoint, env.program, tasks, env.reward, num_samples=size, seed=seed)
             batch = [datum for group in groups for datum in sessions_to_data(group, advantage)]
             rollouts = [group.as_group() for group in groups]
-            record_sessions(folder, step, groups)
-            if batch:
+            record_sessions(folder, step, groups)  # in the background, before the update can fail
+            if batch:  # empty if no task had two different rewards
                 with clock("forward_backward"):
                     output = await trainer.forward_backward(batch, config.loss, config.loss_config)
                 with clock("optim_step"):
-                    scale = 1 / sum(datum.num_loss_tokens for datum in batch)
+                    scale = 1 / sum(datum.num_loss_tokens for datum in batch)  # the mean over tokens of all sessions
                     update = await trainer.optim_step(config.optim(learning_rate(step - 1)), grad_scale=scale)
                 with clock("push"):
                     version = await trainer.push_model_state_dict()

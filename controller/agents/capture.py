@@ -68,7 +68,7 @@ class _Now:
         return sorted((name, value) for name, value in self.options.items() if name not in _NOT_CONTEXT and value)
 
 
-_NOW: ContextVar[_Now] = ContextVar("now")
+_NOW: ContextVar[_Now] = ContextVar("now")  # per request: vLLM's methods take no argument of ours through to each other
 
 
 @dataclass(slots=True)
@@ -118,9 +118,10 @@ class CapturingRenderer(OnlineRenderer):
 
     async def preprocess_chat(self, request: Any, messages: list[Any], *args: Any, **options: Any) -> Any:
         """As vLLM's, with the prompt's tokens replaced. Raises ValueError for what cannot be captured exactly."""
-        _check_request(request, messages)
+        _check_request(request, messages)  # before vLLM renders: an error costs nothing
         now = _NOW.get()
         now.request, now.constrained = request, _wants_form(request)  # before a parser adds a form of its own
+        # vLLM's own tokens, which may differ from what was sampled before
         made: Any = await super().preprocess_chat(request, messages, *args, **options)
         conversation, inputs = made
         template = self._template(request, options)
@@ -134,6 +135,7 @@ class CapturingRenderer(OnlineRenderer):
             if hidden:
                 rendered = template.encoder.rendered(template.render(shown, opened=True), hidden)
         now.prompt = find_prompt(rendered, conversation, now.context, now.session.earlier, template)
+        # the engine samples after these tokens, not after vLLM's own
         inputs[0]["prompt_token_ids"] = list(now.prompt.tokens)
         return conversation, inputs
 
@@ -146,6 +148,7 @@ class CapturingRenderer(OnlineRenderer):
         shown = chat.with_defaults(defaults).get_apply_chat_template_kwargs()
         tokenizer: Any = self.renderer.tokenizer
         model = Path(self.model_config.model)
+        # some models end a turn with another token than their tokenizer says
         stops = {*end_token_ids(model, read_config(model)), tokenizer.eos_token_id} - {None}
         return _Template(TextEncoder(tokenizer), frozenset(stops), self.model_config, tokenizer, shown)
 
@@ -161,6 +164,7 @@ class CapturingClient(EngineClient):
         config = self.model_config
         ours = bounded(now.session.sampling, config.get_vocab_size(), masks_all=config.return_sampling_mask)
         params = _our_sampling(sampling_params, ours, now)
+        # the super call begins nothing until it is iterated
         return self._captured(now, super().generate(prompt, params, request_id, **options), params)
 
     async def _captured(
@@ -171,7 +175,7 @@ class CapturingClient(EngineClient):
             async for output in outputs:
                 sample = output.outputs[0]
                 if params.output_kind != RequestOutputKind.DELTA:
-                    sampled = _Sampled()
+                    sampled = _Sampled()  # each output then repeats the ones before it
                 sampled.add(sample)
                 if sample.finish_reason in ("stop", "length"):  # otherwise vLLM gave the request up
                     now.record = self._record(now, sampled, sample)
@@ -180,7 +184,7 @@ class CapturingClient(EngineClient):
     def _record(self, now: _Now, sampled: _Sampled, last: CompletionOutput) -> CallRecord:
         assert now.prompt is not None
         tokenizer: Any = self.renderer.tokenizer
-        new, ours = now.prompt.tokens[now.prompt.num_earlier :], now.session.sampling
+        new, ours = now.prompt.tokens[now.prompt.num_earlier :], now.session.sampling  # the parent has the rest
         kept = kept_sets(sampled.masks) if sampled.masks and ours.cuts and ours.temperature > 0 else None
         answer = self._answer(now, sampled.text, sampled.tokens)
         finish_reason: Any = last.finish_reason
@@ -192,11 +196,15 @@ class CapturingClient(EngineClient):
             tokens=tuple(sampled.tokens),
             logprobs=tuple(sampled.logprobs),
             versions=tuple(
-                int(span.version) for span in last.weight_versions or () for _ in range(span.start, span.end)
+                # of each token: a pull may come in the middle of an answer
+                int(span.version)
+                for span in last.weight_versions or ()
+                for _ in range(span.start, span.end)
             ),
             text=tokenizer.decode(sampled.tokens),
             finish_reason=finish_reason,
             kept=None if kept is None else [kept.part(n, n + 1).ids.tolist() for n in range(len(kept))],
+            # of everything up to and with this answer, for the next request to find
             digest=digests([*now.conversation, answer], now.context)[-1],
             constrained=now.constrained,
         )
@@ -204,11 +212,12 @@ class CapturingClient(EngineClient):
     def _answer(self, now: _Now, text: str, tokens: Sequence[int]) -> Message:
         """The answer as the client reads it, and will send it back."""
         if now.parser_class is None:
-            return {"role": "assistant", "content": text}
+            return {"role": "assistant", "content": text}  # without a parser the text is the content
         assert now.prompt is not None
         tokenizer, tools = self.renderer.tokenizer, now.request.tools
         options = dict(now.options)
         parser = now.parser_class(tokenizer, tools, model_config=self.model_config, chat_template_kwargs=options)
+        # some parsers need to know whether the prompt has opened a thought
         parser.set_prompt_token_ids(now.prompt.tokens)
         reasoning, content, calls = parser.parse(text, now.request, bool(tools), tokens)
         said = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls or ()]
@@ -223,6 +232,7 @@ class CapturingServing(OpenAIServing):
 
     def __init__(self, engine: GenerationEngine, *, tool_parser: str, reasoning_parser: str) -> None:
         """Raises ValueError as the base does, and for gpt-oss, whose prompts vLLM makes in a way of their own."""
+        # vLLM's chat serving, which the other two dialects wrap
         super().__init__(engine, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
         chat: Any = self._chat
         if chat.online_renderer.use_harmony:
@@ -240,16 +250,17 @@ class CapturingServing(OpenAIServing):
     async def answer(self, call: OpenAICall) -> tuple[int, str | AsyncGenerator[str]]:
         """The status, and a line with the record, if there is one, and then JSON; or the events of a stream."""
         now = _Now(call.extra)
-        _NOW.set(now)
+        _NOW.set(now)  # before vLLM is called; its tasks inherit the context
         status, body = await super().answer(call)
         if not isinstance(body, str):
+            # the events are read later, in a task of another context
             return status, _with_record(body, now, contextvars.copy_context())
         return status, f"{'' if now.record is None else now.record.as_json()}\n{body}"
 
     async def _answer(self, call: OpenAICall) -> Any:
         request_type, create = self._dialects[call.kind]
         request = request_type.model_validate_json(call.body)
-        request.model = call.model
+        request.model = call.model  # vLLM refuses names that it does not serve, and the program's is free
         result = await create(request)
         if call.kind.startswith("messages") and not isinstance(result, ErrorResponse | AsyncGenerator):
             return _WithoutNulls(result)
@@ -275,6 +286,7 @@ async def _with_record(events: AsyncGenerator[Any], now: _Now, context: contextv
     sent = False
     async with aclosing(events):
         while True:
+            # each event in the request's context, where `_NOW` is this request's
             event = await asyncio.create_task(_next(events), context=context)
             if now.record is not None and not sent:
                 sent = True
@@ -297,7 +309,7 @@ def _our_sampling(asked: vllm.SamplingParams, ours: SamplingParams, now: _Now) -
     assert now.prompt is not None
     seed = None if ours.seed is None else _seed(ours.seed, now.session.repeat, now.prompt.tokens)
     return vllm.SamplingParams(
-        max_tokens=min(asked.max_tokens or ours.max_tokens, ours.max_tokens),
+        max_tokens=min(asked.max_tokens or ours.max_tokens, ours.max_tokens),  # a program may ask for less
         temperature=ours.temperature,
         top_p=ours.top_p,
         top_k=ours.top_k,
@@ -306,11 +318,11 @@ def _our_sampling(asked: vllm.SamplingParams, ours: SamplingParams, now: _Now) -
         stop_token_ids=[*(asked.stop_token_ids or ()), *ours.stop_token_ids],
         ignore_eos=ours.ignore_eos,
         seed=seed,
-        logprobs=asked.logprobs or 0,
+        logprobs=asked.logprobs or 0,  # 0: the sampled token alone
         skip_special_tokens=asked.skip_special_tokens,
         include_stop_str_in_output=asked.include_stop_str_in_output,
         structured_outputs=asked.structured_outputs if now.constrained else None,
-        output_kind=asked.output_kind,
+        output_kind=asked.output_kind,  # streams give what is new, others the whole so far
     )
 
 
@@ -331,6 +343,7 @@ def _check_request(request: Any, messages: Sequence[Any]) -> None:
         "previous_response_id": (asks("previous_response_id", None), None, "send the whole input"),
         "background": (bool(asks("background", False)), False, "wait for the answer, or stream it"),
     }
+    # values that mean the same as leaving the field out are accepted
     for name, (value, accepted, instead) in refused.items():
         if value != accepted:
             raise ValueError(f"{name} is {value!r}, which an agent's endpoint does not take; {instead}")
@@ -348,6 +361,7 @@ def _check_request(request: Any, messages: Sequence[Any]) -> None:
 def _wants_form(request: Any) -> bool:
     """Whether the program wants an answer of a certain form, so that vLLM forbids other tokens."""
     chosen = getattr(request, "tool_choice", None)
+    # chat completions and Responses name the field differently
     form = getattr(request, "response_format", None) or getattr(getattr(request, "text", None), "format", None)
     free = chosen in (None, "auto", "none") and (form is None or form.type == "text")
     return not free or getattr(request, "structured_outputs", None) is not None

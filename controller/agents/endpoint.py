@@ -46,6 +46,7 @@ DIALECTS = ("chat/completions", "responses", "messages", "messages/count_tokens"
 _LABELS = ("x-claude-code-agent-id", "x-session-id")
 _LAST_EVENTS = ("data: [DONE]", "event: response.completed", "event: message_stop")
 _BACKLOG = 2048
+# fields that change from run to run and not what is asked
 _IDS = ("id", "tool_call_id", "call_id", "tool_use_id", "metadata", "user", "prompt_cache_key")
 T = TypeVar("T")
 Ask = Callable[[OpenAICall], Awaitable[OpenAIReply]]
@@ -69,22 +70,25 @@ class AgentEndpoint:
 
     def begin(self, session_id: str, *, sampling: SamplingParams | None = None) -> OpenSession:
         """Opens a session with a key of its own. `sampling` replaces the endpoint's for this session."""
+        # 144 random bits: a program cannot guess another's key
         session = OpenSession(session_id, secrets.token_urlsafe(24), sampling or self.sampling, self.limits)
         self.sessions[session.key] = session
         return session
 
     async def end(self, session: OpenSession) -> None:
         """Refuses the session's key from now on, and cancels its requests. May be called again."""
-        self.sessions.pop(session.key, None)
+        self.sessions.pop(session.key, None)  # first, so that no further request is accepted
         await session.end()
 
     async def handle(self, request: Request) -> Response:
         """Answers one HTTP request."""
         path = request.url.path.strip("/")
+        # Anthropic's clients send the first, OpenAI's the second
         key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
         if path.startswith("s/"):
-            _, key, path = (*path.split("/", 2), "")[:3]
+            _, key, path = (*path.split("/", 2), "")[:3]  # a key in the path, for programs that set no header
         dialect = path.removeprefix("v1/")
+        # the second serves frameworks that name a session in a header
         session = self.sessions.get(key.strip()) or self.sessions.get(_named(request))
         if session is None:
             return failure(dialect, 401, "the API key is of no open session; a program uses the key that it was given")
@@ -92,8 +96,9 @@ class AgentEndpoint:
             return _listing(dialect)
         if dialect not in DIALECTS:
             return failure(dialect, 404, f"{request.url.path} is not served; there are {', '.join(DIALECTS)}")
-        session.last_request = time.monotonic()
+        session.last_request = time.monotonic()  # also a request that is refused counts as a sign of life
         try:
+            # ends with the session, also while the client still sends
             body = await session.while_open(_body(request, session.limits.max_body_bytes))
             return await self._answer(session, dialect, body, request)
         except SessionEndedError:
@@ -105,14 +110,14 @@ class AgentEndpoint:
 
     async def _answer(self, session: OpenSession, dialect: str, body: bytes, request: Request) -> Response:
         text = _without_ids(body)
-        repeat = session.texts[text]
+        repeat = session.texts[text]  # a repeated text gets another seed
         session.texts[text] += 1
         await session.while_open(session.places.acquire())
         with contextlib.ExitStack() as place:
             place.callback(session.places.release)
             call = self._call(session, dialect, body, repeat)
             answering = self._sample(session, call, _label(request))
-            session.answering.add(answering)
+            session.answering.add(answering)  # `end` closes it for a client that has stopped reading
             place.callback(session.answering.discard, answering)
             reply = await first_or_gone(answering, request)
             if reply is None:
@@ -120,13 +125,14 @@ class AgentEndpoint:
             assert isinstance(reply, OpenAIReply)
             if isinstance(reply.body, str):
                 return Response(_in_dialect(dialect, reply), reply.status, media_type="application/json")
-            events = _events(answering, dialect, place.pop_all())
+            events = _events(answering, dialect, place.pop_all())  # the place is kept until the stream ends
             return StreamingResponse(events, reply.status, media_type="text/event-stream")
 
     def _call(self, session: OpenSession, dialect: str, body: bytes, repeat: int) -> OpenAICall:
         """The request for the generator. Raises ValueError if the session is at one of its limits."""
         limits, left = session.limits, session.limits.max_sampled_tokens - session.num_sampled
         if dialect != "messages/count_tokens":
+            # counted as asked, so that parallel requests cannot pass the limit
             if session.num_asked >= limits.max_calls:
                 session.ended_by = "call_limit"
                 raise ValueError(f"the session has made {session.num_asked} calls; max_calls is {limits.max_calls}")
@@ -134,6 +140,7 @@ class AgentEndpoint:
                 session.ended_by = "token_limit"
                 raise ValueError(f"the session has sampled its max_sampled_tokens, {limits.max_sampled_tokens}")
             session.num_asked += 1
+        # a call never samples more than the session has left
         sampling = replace(session.sampling, max_tokens=min(session.sampling.max_tokens, max(left, 1)))
         return OpenAICall(
             kind=dialect,
@@ -142,6 +149,7 @@ class AgentEndpoint:
             model=_model_name(body),
             serving=SERVING,
             extra=SessionRequest(earlier=tuple(session.earlier), sampling=sampling, repeat=repeat),
+            # so that the router sends it where these tokens are cached
             begins_with=tuple(whole_tokens(session.earlier, len(session.earlier) - 1)) if session.earlier else (),
             **self._options,
         )
@@ -157,7 +165,7 @@ class AgentEndpoint:
             yield replace(reply, body=body)
             return
         yield reply
-        index, whole = None, False
+        index, whole = None, False  # the record comes before the last event of the stream
         async with aclosing(reply.body) as events:
             try:
                 while (event := await session.while_open(anext(events, None))) is not None:
@@ -168,6 +176,7 @@ class AgentEndpoint:
                         whole = whole or event.startswith(_LAST_EVENTS)  # and the program has taken it
             except BaseException:
                 if index is not None and not whole:
+                    # the program may not have read it, so it is not trained
                     session.calls[index] = replace(session.calls[index], delivered=False)
                 raise
 
@@ -193,10 +202,10 @@ async def agent_endpoint(
     check_sampled_distribution(sampling)
     policy: Policy = None
     inner: Any = generator
-    if isinstance(inner, BoundGenerator):
+    if isinstance(inner, BoundGenerator):  # an adapter's generator: the policy goes with every call
         inner, policy = inner.unbound, inner.name
     ask: Ask | None = partial(openai, inner) if isinstance(inner, GeneratorRouter) else getattr(inner, "openai", None)
-    if ask is None:
+    if ask is None:  # checked here, so that a wrong generator is an error of this line
         raise ValueError(f"generator is a {type(inner).__name__}; an endpoint needs one that launch() started")
     options = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
     endpoint = AgentEndpoint(ask, policy, sampling, limits or SessionLimits(), options)
@@ -206,7 +215,7 @@ async def agent_endpoint(
         try:
             yield endpoint
         finally:
-            for session in [*endpoint.sessions.values()]:
+            for session in [*endpoint.sessions.values()]:  # a list: ending a session changes the dictionary
                 await endpoint.end(session)
 
 
@@ -219,16 +228,17 @@ async def _serving(app: FastAPI, host: str, port: int) -> AsyncGenerator[tuple[s
         path = folder / "endpoint.sock"
         local = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         local.bind(str(path))
-        path.chmod(0o666)
+        path.chmod(0o666)  # any user may connect: the session's key decides
         listener = stack.enter_context(listen(host, port))
         for each in (local, listener):
             each.listen(_BACKLOG)  # so that a program may connect before uvicorn has started
         server = Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=75))
         running = asyncio.create_task(server.serve(sockets=[listener, local]))
         try:
+            # 0.0.0.0 is no address to connect to
             yield f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{listener.getsockname()[1]}", path
         finally:
-            server.should_exit = server.force_exit = True
+            server.should_exit = server.force_exit = True  # streams that are open end at once
             await running
 
 
@@ -252,7 +262,7 @@ def _keep(session: OpenSession, call: OpenAICall, record: str, label: str, start
         temperature=session.sampling.temperature,
         kept=None if read.kept is None else KeptSets.of(read.kept),
     )
-    session.last_request = time.monotonic()
+    session.last_request = time.monotonic()  # for limits of idleness and for the report
     session.calls.append(
         ModelCall(
             turn=Turn(prompt_tokens=read.prompt_tokens, completion=completion, prompt=read.prompt),
@@ -265,7 +275,7 @@ def _keep(session: OpenSession, call: OpenAICall, record: str, label: str, start
             seconds=session.last_request - started,
         )
     )
-    session.earlier.append(session.calls[-1].as_earlier())
+    session.earlier.append(session.calls[-1].as_earlier())  # only now: a later request may continue it
     return len(session.calls) - 1
 
 
@@ -275,7 +285,7 @@ async def _events(
     """The events of a stream. An error in the middle is the last one."""
     with place:
         try:
-            async with aclosing(answering) as events:
+            async with aclosing(answering) as events:  # gives the session's place back at the end
                 async for event in events:
                     assert isinstance(event, str)
                     yield event
@@ -305,7 +315,7 @@ async def _body(request: Request, most: int) -> bytes:
     async for part in request.stream():
         parts.append(part)
         size += len(part)
-        if size > most:
+        if size > most:  # before more is read
             raise ValueError(f"the request has more than {most} bytes, which is max_body_bytes")
     return b"".join(parts)
 
@@ -313,7 +323,7 @@ async def _body(request: Request, most: int) -> bytes:
 def _without_ids(body: bytes) -> int:
     """A hash of a request without its ids, which differ from run to run. Raises ValueError if it is not JSON."""
     try:
-        return hash(json.dumps(_plain(json.loads(body)), sort_keys=True))
+        return hash(json.dumps(_plain(json.loads(body)), sort_keys=True))  # sorted: the order of fields does not matter
     except RecursionError:
         raise ValueError("the body is nested too deeply") from None
 
@@ -331,6 +341,7 @@ def _model_name(body: bytes) -> str:
 
 
 def _named(request: Request) -> str:
+    # the part before the dot is the key; `verifiers_worker` adds a number
     return request.headers.get("x-session-id", "").partition(".")[0]
 
 

@@ -18,7 +18,7 @@ def copy(source: socket.socket, target: socket.socket) -> None:
     try:
         while part := source.recv(1 << 16):
             target.sendall(part)
-        target.shutdown(socket.SHUT_WR)
+        target.shutdown(socket.SHUT_WR)  # half closed: the other direction may still have bytes
     except OSError:
         for each in (source, target):
             each.close()
@@ -31,19 +31,20 @@ def serve(listener: socket.socket) -> None:
         endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         endpoint.connect(ENDPOINT)
         for pair in ((client, endpoint), (endpoint, client)):
+            # a thread per direction: the program may send while it receives
             threading.Thread(target=copy, args=pair, daemon=True).start()
 
 
 def main() -> int:
     """Runs the command, and returns its status."""
     listener = socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=128)
-    threading.Thread(target=serve, args=(listener,), daemon=True).start()
+    threading.Thread(target=serve, args=(listener,), daemon=True).start()  # daemons end with the program
     try:
         status = subprocess.run(sys.argv[2:], check=False).returncode
     except OSError as error:
         print(error, file=sys.stderr)
-        return 127
-    return status if status >= 0 else 128 - status
+        return 127  # as a shell says that a command was not found
+    return status if status >= 0 else 128 - status  # as a shell reports a signal
 
 
 if __name__ == "__main__":

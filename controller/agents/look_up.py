@@ -52,6 +52,7 @@ class LookUp:
     @property
     def program(self) -> Program:
         """The script, as a program that anyone could have written."""
+        # isolated: the script sees none of this environment's packages
         return Program(argv=[sys.executable, "-I", "-S", "-c", SCRIPT], sandbox=self.sandbox, time_limit_s=120.0)
 
     def train_problems(self, seed: int, start: int, count: int) -> list[AgentTask]:
@@ -65,17 +66,20 @@ class LookUp:
     async def reward(self, task: AgentTask, work: Path, attempt: Attempt) -> float:
         """0.5 for opening the page, and 0.5 for the number that is there. The first number of an answer counts."""
         del attempt
+        # a program without an answer fails here, and the attempt with it
         found = json.loads((work / "answer.json").read_text())
         return 0.5 * sum(one == other for one, other in zip(found, task.answer, strict=True))
 
 
 def _task(random: Random, index: int, *, odd: int) -> AgentTask:
     names, pages = random.sample(_NAMES, 4), random.sample(range(10, 100), 4)
+    # the last bit separates training and held-out numbers
     numbers = [2 * random.randrange(50, 500) + odd for _ in names]
     book = {str(page): f"{name} {number}" for page, name, number in zip(pages, names, numbers, strict=True)}
     return AgentTask(
         id=f"{index}-{odd}",
         prompt=f"the number of {names[0]}",
+        # the page is asked for, the number is behind it
         files={"book.json": json.dumps(book), "question.txt": f"{names[0]} {pages[0]}"},
         answer=[str(pages[0]), str(numbers[0])],
     )

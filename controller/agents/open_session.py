@@ -66,7 +66,7 @@ class OpenSession:
     ended: bool = False
 
     def __post_init__(self) -> None:
-        self.places = asyncio.Semaphore(self.limits.max_parallel)
+        self.places = asyncio.Semaphore(self.limits.max_parallel)  # here, because a default cannot see the limits
 
     async def while_open(self, awaitable: Awaitable[T]) -> T:
         """Waits for something. Raises `SessionEndedError` if the session ends meanwhile."""
@@ -77,11 +77,11 @@ class OpenSession:
         try:
             found = await waiting
         except asyncio.CancelledError:
-            if not self.ended:
+            if not self.ended:  # the program's client has gone, and not the session
                 raise
         else:
             if not self.ended:  # vLLM answers a request that was cancelled
-                return found
+                return found  # the answer came before the end
         finally:
             self.running.discard(waiting)
         raise SessionEndedError
@@ -89,7 +89,7 @@ class OpenSession:
     async def end(self) -> None:
         """Cancels the requests that are being answered, also of a client that no longer reads."""
         self.ended = True
-        waiting = [*self.running]
+        waiting = [*self.running]  # a copy: each removes itself when it ends
         for each in waiting:
             each.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)

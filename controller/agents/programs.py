@@ -183,10 +183,12 @@ async def run_agents(
     group. Raises ValueError if the sandbox does not work here, before any program starts.
     """
     check_at_least(1, num_samples=num_samples)
+    # before the first task: a sandbox that does not work is one error
     make_sandbox(program.sandbox, Place(work=Path(), url="", socket=None, image=program.image))
     places = asyncio.Semaphore(program.max_at_once)
 
     async def one(index: int, task: AgentTask) -> Session | str:
+        # another seed for each attempt
         sampling = replace(endpoint.sampling, seed=None if seed is None else seed + index)
         sampling = replace(sampling, temperature=0.0) if greedy else sampling
         async with places:
@@ -194,10 +196,12 @@ async def run_agents(
             try:
                 return await _attempt(endpoint, opened, program, task, reward)
             except Exception as error:  # of the sandbox, or of the user's reward
+                # a failure of one attempt, which the group reports
                 return f"task {task.id!r}: {type(error).__name__}: {error}"
             finally:
                 await endpoint.end(opened)
 
+    # attempts of a task are neighbours
     attempts = [(i * num_samples + k, task) for i, task in enumerate(tasks) for k in range(num_samples)]
     async with asyncio.TaskGroup() as running:
         started = [running.create_task(one(index, task)) for index, task in attempts]
@@ -219,7 +223,7 @@ async def _attempt(
 ) -> Session:
     """Runs the program once, and scores its work. Every process of it has ended when this returns or raises."""
     started = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="ownloop-program-"))
+    folder = Path(tempfile.mkdtemp(prefix="ownloop-program-"))  # outside the sandbox, which gets only `work`
     place = Place(
         work=folder / "work",
         url=endpoint.url,
@@ -234,11 +238,11 @@ async def _attempt(
         for name, content in task.files.items():
             sandbox.put(name, content)
         ended, ended_by = await _run(sandbox, opened, program, task)
-        await endpoint.end(opened)
+        await endpoint.end(opened)  # now the calls are final
         calls = tuple(opened.calls)
         if not calls:
             raise RuntimeError(f"the program made no finished call (status {ended.exit_code}): {ended.output[-500:]}")
-        for name, content in task.hidden.items():
+        for name, content in task.hidden.items():  # the program has ended, so it cannot have seen them
             sandbox.put(name, content)
 
         async def run(argv: Sequence[str], time_limit_s: float) -> Ended:
@@ -248,13 +252,14 @@ async def _attempt(
         scored = await _scored(reward(task, place.work, attempt))
     finally:
         await sandbox.destroy()
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)  # many small files; not on the event loop
     return Session(
         id=opened.id,
         calls=calls,
         sampling=opened.sampling,
         reward=scored.reward,
         metrics=scored.metrics,
+        # a limit of the program's own, though it ended well
         ended_by="own_limit" if scored.truncated and ended_by == "exit" else ended_by,
         exit_code=ended.exit_code,
         output=ended.output,
@@ -264,7 +269,7 @@ async def _attempt(
 
 async def _scored(found: "float | Scored | Awaitable[float | Scored]") -> Scored:
     """What a reward has found. Raises ValueError for a number that is not finite."""
-    value = await found if inspect.isawaitable(found) else found
+    value = await found if inspect.isawaitable(found) else found  # rewards may be plain functions or coroutines
     scored = value if isinstance(value, Scored) else Scored(reward=float(value))
     if not math.isfinite(scored.reward):
         raise ValueError(f"its reward is {scored.reward}; it must be a finite number")
@@ -274,6 +279,7 @@ async def _scored(found: "float | Scored | Awaitable[float | Scored]") -> Scored
 async def _run(sandbox: Sandbox, opened: OpenSession, program: Program, task: AgentTask) -> tuple[Ended, EndedBy]:
     """Runs the program until it ends or reaches a limit. Says which."""
     url = sandbox.reach()
+    # each argument in turn, so that a prompt may contain `{base_url}`
     given = [argument.replace("{base_url}", f"{url}/v1") for argument in program.argv]
     argv = [argument.replace("{prompt}", task.prompt) for argument in given]
     env = {
@@ -281,7 +287,7 @@ async def _run(sandbox: Sandbox, opened: OpenSession, program: Program, task: Ag
         "OPENAI_API_KEY": opened.key,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": opened.key,
-        **program.env,
+        **program.env,  # the program's own come last, and may replace these
     }
     running = asyncio.create_task(sandbox.run(argv, env, program.time_limit_s))
     watching = asyncio.create_task(_idle(opened, program.idle_limit_s))
@@ -294,10 +300,12 @@ async def _run(sandbox: Sandbox, opened: OpenSession, program: Program, task: Ag
     finally:
         for each in (running, watching):
             each.cancel()
+        # both have ended before the sandbox is destroyed
         await asyncio.gather(running, watching, return_exceptions=True)
 
 
 async def _idle(opened: OpenSession, limit_s: float) -> None:
     """Returns once the program has asked nothing for so long, while no request of it was being answered."""
+    # before the first request the program may prepare for long
     while not opened.num_asked or opened.running or time.monotonic() - opened.last_request < limit_s:
         await asyncio.sleep(min(_LOOK_S, limit_s / 4))

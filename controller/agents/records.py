@@ -62,5 +62,6 @@ class CallRecord:
     def from_json(cls, text: str) -> "CallRecord":
         """The record that `as_json` wrote."""
         read: dict[str, Any] = json.loads(text)
+        # JSON has lists alone; the fields are tuples
         lists: dict[str, Any] = {name: tuple(value) for name, value in read.items() if isinstance(value, list)}
         return cls(**{**read, **lists})

@@ -67,11 +67,13 @@ class Repair:
 
 def _task(functions: Sequence[tuple[str, str, str]], random: Random, index: int) -> AgentTask:
     says, source, arguments = random.choice(functions)
+    # a mistake that this function can have
     right, wrong = random.choice([pair for pair in _MISTAKES if pair[0] in source])
-    name = source[len("def ") : source.index("(")]
+    name = source[len("def ") : source.index("(")]  # from its first line
     return AgentTask(
         id=f"{name}-{index}",
         prompt=f"work.py has a function {name} with a mistake. It should return {says}. Repair it.",
-        files={"work.py": source.replace(right, wrong, 1)},
+        files={"work.py": source.replace(right, wrong, 1)},  # one place, the first
+        # compared with the right function, so any correct repair passes
         hidden={"check.py": _CHECK.format(name=name, source=source, arguments=arguments)},
     )

@@ -28,11 +28,11 @@ from rl.checks import check_known
 SandboxName = Literal["auto", "bubblewrap", "podman", "docker", "local"]
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt")
 _ETC = ("ld.so.cache", "ld.so.conf", "alternatives", "ssl", "ca-certificates", "passwd", "group", "nsswitch.conf")
-_INSIDE_PORT = 8399
+_INSIDE_PORT = 8399  # free in every new network namespace
 _MARK = "OWNLOOP_SESSION"
-_OUTPUT_BYTES = 1 << 16
+_OUTPUT_BYTES = 1 << 16  # of output that is kept
 _PROBE_S = 30.0
-_LAST_WORDS_S = 1.0
+_LAST_WORDS_S = 1.0  # for output that a process leaves behind in the pipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class LocalSandbox:
     def __init__(self, place: Place) -> None:
         """Starts nothing."""
         self.place = place
-        self._mark = secrets.token_hex(8)
+        self._mark = secrets.token_hex(8)  # inherited by every process that the program starts
 
     async def create(self) -> None:
         """See `Sandbox`."""
@@ -122,7 +122,7 @@ class LocalSandbox:
 
     async def destroy(self) -> None:
         """See `Sandbox`. A process that has left the group is found by its environment."""
-        await asyncio.to_thread(_kill_marked, self._mark)
+        await asyncio.to_thread(_kill_marked, self._mark)  # walks over all processes of the host
 
     def command(self, argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """The command that runs `argv` there."""
@@ -131,10 +131,11 @@ class LocalSandbox:
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """The environment of that command."""
+        # none of the controller's own variables: they hold keys
         return {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "HOME": str(self.place.work), **env}
 
     def _path(self, name: str) -> Path:
-        path = (self.place.work / name).resolve()
+        path = (self.place.work / name).resolve()  # resolved first, so that links and `..` cannot lead out
         if not path.is_relative_to(self.place.work.resolve()):
             raise ValueError(f"the file {name!r} is not in the program's folder")
         return path
@@ -145,21 +146,26 @@ class BubblewrapSandbox(LocalSandbox):
 
     def reach(self) -> str:
         """See `Sandbox`."""
-        return f"http://127.0.0.1:{_INSIDE_PORT}"
+        return f"http://127.0.0.1:{_INSIDE_PORT}"  # in the namespace, where `inner_forward` listens
 
     def command(self, argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """See `LocalSandbox.command`."""
         shown = [*_SYSTEM, *(f"/etc/{name}" for name in _ETC), *_python_folders(), *self.place.shows]
+        # what a host lacks is left out
         mounts = [argument for path in shown if os.path.lexists(path) for argument in _mount(path)]
         settings = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "HOME": "/work", **env}
         socket = () if self.place.socket is None else ("--bind", str(self.place.socket), "/run/endpoint.sock")
         return [
+            # no namespace is shared with the host
             *(bwrap_file(), "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
+            # its processes cannot outlive it, and gain no rights
             *("--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"),
+            # ids of no user, so no file of another user can be read
             *("--uid", "65534", "--gid", "65534", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"),
             *("--tmpfs", "/run", *socket, *mounts),
             *("--bind", str(self.place.work), "/work", "--chdir", "/work"),
             *(word for name, value in settings.items() for word in ("--setenv", name, value)),
+            # the forwarder runs first, and then the program within it
             *("--", os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", _forwarder(), str(_INSIDE_PORT)),
             *_limited(self.place, argv),
         ]
@@ -180,7 +186,9 @@ class ContainerSandbox(LocalSandbox):
         await super().create()
         memory = [] if self.place.memory_bytes is None else [f"--memory={self.place.memory_bytes}"]
         shows = [word for path in self.place.shows for word in ("-v", f"{path}:{path}:ro")]
+        # the host's network: the endpoint listens at 127.0.0.1
         options = ["-d", "--rm", "--network=host", "--name", self._name, "-v", f"{self.place.work}:/work"]
+        # lives until `destroy`; commands run in it by `exec`
         started = await self._do("run", *options, *shows, *memory, self.place.image, "sleep", "infinity")
         if started.exit_code != 0:
             said = started.output.strip()
@@ -189,11 +197,12 @@ class ContainerSandbox(LocalSandbox):
     def command(self, argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
         """See `LocalSandbox.command`."""
         settings = [word for name, value in env.items() for word in ("-e", f"{name}={value}")]
+        # `docker exec` gives the command's status
         return [self._tool, "exec", "-w", "/work", *settings, self._name, *argv]
 
     async def destroy(self) -> None:
         """See `Sandbox`."""
-        await self._do("rm", "-f", self._name)
+        await self._do("rm", "-f", self._name)  # kills everything in it
 
     async def _do(self, *words: str) -> Ended:
         return await _run([self._tool, *words], dict(os.environ), self.place.work, 120.0)
@@ -227,16 +236,23 @@ async def _run(command: Sequence[str], env: Mapping[str, str], folder: Path, tim
 
     The pipe is not asyncio's own, which waits for processes that have left the group and still hold it.
     """
-    read, write = os.pipe()
+    read, write = os.pipe()  # a pipe of its own: it stays readable when a child keeps it open
     try:
         process = await asyncio.create_subprocess_exec(
-            *command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=write, stderr=write, start_new_session=True
+            # a group of its own, which can be killed as a whole
+            *command,
+            env=env,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=write,
+            stderr=write,
+            start_new_session=True,
         )
     except BaseException:
         os.close(read)
         raise
     finally:
-        os.close(write)
+        os.close(write)  # the child has its own end; without this the pipe never closes
     output = _Tail()
     pipe, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: output, os.fdopen(read, "rb"))
     ended = False
@@ -247,11 +263,12 @@ async def _run(command: Sequence[str], env: Mapping[str, str], folder: Path, tim
             ended = True
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)  # children too
         await process.wait()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(output.closed.wait(), _LAST_WORDS_S)
         pipe.close()
+    # undecodable bytes are of no interest
     return Ended(exit_code=process.returncode if ended else None, output=output.text.decode(errors="replace"))
 
 
@@ -264,7 +281,7 @@ class _Tail(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Adds what was read."""
         self.text += data
-        del self.text[:-_OUTPUT_BYTES]
+        del self.text[:-_OUTPUT_BYTES]  # the end says why it failed
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Every process has closed the pipe."""
@@ -274,8 +291,8 @@ class _Tail(asyncio.Protocol):
 
 def _kill_marked(mark: str) -> None:
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(_MARK) == mark:
+        with contextlib.suppress(psutil.Error, OSError):  # it ended, or is another user's
+            if process.environ().get(_MARK) == mark:  # a process cannot change the environment that the kernel shows
                 process.kill()
 
 
@@ -283,12 +300,14 @@ def _limited(place: Place, argv: Sequence[str]) -> list[str]:
     """The command within limits of memory."""
     if place.memory_bytes is None:
         return [*argv]
+    # address space: what a limit of memory can mean without a container
     return ["prlimit", f"--as={place.memory_bytes}", "--", *argv]
 
 
 @cache
 def _why_no_bubblewrap() -> str | None:
     """Why bubblewrap does not work here; None if it does."""
+    # an empty command in a sandbox like all others
     probe = BubblewrapSandbox(Place(work=Path("/tmp"), url="", socket=None))
     try:
         tried = subprocess.run(
@@ -312,7 +331,7 @@ def bwrap_file() -> str:
 
 
 def _mount(path: str) -> tuple[str, str, str]:
-    if Path(path).is_symlink() and path.count("/") == 1:
+    if Path(path).is_symlink() and path.count("/") == 1:  # /bin and /lib are links to /usr on most systems
         return ("--symlink", str(Path(path).readlink()), path)
     return ("--ro-bind", path, path)
 
@@ -320,6 +339,7 @@ def _mount(path: str) -> tuple[str, str, str]:
 @cache
 def _python_folders() -> tuple[str, ...]:
     """The folders of the running Python and of its virtual environment that are not in /usr."""
+    # a virtual environment links to them
     folders = {os.path.realpath(folder) for folder in (sys.base_prefix, sys.base_exec_prefix)} | {sys.prefix}
     return tuple(sorted(folder for folder in folders if not Path(folder).is_relative_to("/usr")))
 

@@ -121,19 +121,19 @@ class SessionGroup:
 def kept_calls(session: Session) -> list[int]:
     """The calls whose answers a program has read: they were delivered whole, or a kept call continues them."""
     kept: set[int] = set()
-    for index in reversed(range(len(session.calls))):
+    for index in reversed(range(len(session.calls))):  # children come after their parents, so they decide first
         call = session.calls[index]
         if call.delivered or index in kept:
             kept.add(index)
             if call.parent is not None:
-                kept.add(call.parent)
+                kept.add(call.parent)  # its answer was read, since a later request repeats it
     return sorted(kept)
 
 
 def branches(session: Session) -> list[tuple[int, ...]]:
     """The paths from a root to a leaf, as indices of calls, in the order of their leaves."""
     kept = kept_calls(session)
-    parents = {session.calls[index].parent for index in kept}
+    parents = {session.calls[index].parent for index in kept}  # a call that another continues is no leaf
     return [_path(session, index) for index in kept if index not in parents]
 
 
@@ -158,14 +158,15 @@ def session_to_data(session: Session, advantage: float, *, credit: Credit = "all
     """
     check_known("credit", credit, CREDITS)
     paths = branches(session)
-    counted = set(range(len(session.calls))) - set(trained_calls(session))
+    counted = set(range(len(session.calls))) - set(trained_calls(session))  # what is never trained counts as counted
     data: list[Datum] = []
     for path in paths[-1:] if credit == "last" else paths:
+        # so that a session's weight does not grow with its branches
         value = advantage / len(paths) if credit == "per_branch" else advantage
         datum = _without(rollout_to_datum(_rollout(session, path), value), session, path, counted)
         counted.update(path)
         if datum.num_loss_tokens:
-            data.append(datum)
+            data.append(datum)  # nothing in it is trained
     return data
 
 
@@ -179,10 +180,11 @@ def sessions_to_data(
 
     Empty if all advantages are 0, and if failures have left fewer than two sessions.
     """
+    # a lone attempt has nothing to be compared with
     if not group.sessions or (group.failures and len(group.sessions) < 2):
         return []
     advantages = advantage(group.rewards)
-    if not advantages.any():
+    if not advantages.any():  # all attempts did equally well
         return []
     pairs = zip(group.sessions, advantages, strict=True)
     return [datum for session, value in pairs for datum in session_to_data(session, float(value), credit=credit)]
@@ -194,6 +196,7 @@ def session_metrics(groups: Sequence[SessionGroup]) -> dict[str, float]:
     if not sessions:
         return {}
     calls = [call for session in sessions for call in session.calls]
+    # all four, so that a step without one reports 0
     hows: dict[How, int] = {"root": 0, "extends": 0, "spliced": 0, "rewritten": 0}
     for call in calls:
         hows[call.how] += 1
@@ -224,6 +227,7 @@ def _write(file: Path, groups: Sequence[SessionGroup]) -> None:
         Group(
             problem_id=group.task_id,
             prompt=group.prompt,
+            # all calls in their order, not along branches
             rollouts=tuple(_rollout(session, range(len(session.calls))) for session in group.sessions),
             failures=group.failures,
         )
@@ -232,13 +236,14 @@ def _write(file: Path, groups: Sequence[SessionGroup]) -> None:
     table = groups_to_table(played)
     sessions = [session for group in groups for session in group.sessions]
     for name, kind in _OF_CALLS.items():
+        # a list for each session, one entry per call
         lists = [[getattr(call, name) for call in session.calls] for session in sessions]
         table = table.append_column(name, pa.array(lists, pa.list_(kind)))
     trained = [[index in trained_calls(session) for index in range(len(session.calls))] for session in sessions]
     table = table.append_column("trained", pa.array(trained, pa.list_(pa.bool_())))
     for name, kind in _OF_SESSIONS.items():
         table = table.append_column(name, pa.array([getattr(session, name) for session in sessions], kind))
-    if table.num_rows:
+    if table.num_rows:  # a step without sessions leaves no file
         write_whole(file, parquet_bytes(table))
 
 
@@ -248,7 +253,7 @@ def _path(session: Session, leaf: int) -> tuple[int, ...]:
     while place is not None:
         path.append(place)
         place = session.calls[place].parent
-    return tuple(path[::-1])
+    return tuple(path[::-1])  # from the root on
 
 
 def _rollout(session: Session, path: Sequence[int]) -> Rollout:
@@ -270,6 +275,6 @@ def _without(datum: Datum, session: Session, path: Sequence[int], counted: set[i
         place += len(turn.prompt_tokens)
         end = place + len(turn.completion.tokens)
         if index in counted:
-            weights[place:end] = 0.0
+            weights[place:end] = 0.0  # read and not trained
         place = end
     return replace(datum, loss_inputs={**datum.loss_inputs, "weights": weights})

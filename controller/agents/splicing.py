@@ -79,7 +79,7 @@ def whole_tokens(earlier: Sequence[EarlierCall], index: int) -> list[int]:
     parts: list[NDArray[np.int32]] = []
     place: int | None = index
     while place is not None:
-        parts.append(earlier[place].tokens)
+        parts.append(earlier[place].tokens)  # walks up to the root
         place = earlier[place].parent
     return np.concatenate(parts[::-1]).tolist()
 
@@ -91,9 +91,9 @@ def digests(conversation: Sequence[Message], context: Any) -> list[str]:
     count. Neighbouring messages of the assistant are one, because the Responses API sends an answer as several items.
     """
     base = _hash("", context)
-    found, run = [base], None
+    found, run = [base], None  # digests of messages up to here; a run of assistant messages is one
     for message in conversation:
-        if message["role"] == "assistant":
+        if message["role"] == "assistant":  # a template may show two answers in a row as one
             run = _merged(run, _plain(message))
             found.append(_hash(base, run))
         else:
@@ -115,14 +115,15 @@ def find_prompt(
     """
     known = {call.digest: index for index, call in enumerate(earlier)}
     seen = digests(conversation, context)
-    for num_messages in range(len(conversation) - 1, 0, -1):
+    for num_messages in range(len(conversation) - 1, 0, -1):  # the longest known beginning first
         if (index := known.get(seen[num_messages])) is None:
             continue
         history = whole_tokens(earlier, index)
-        if list(rendered[: len(history)]) == history:
+        if list(rendered[: len(history)]) == history:  # the template shows the history exactly as it was sampled
             return Prompt(tuple(rendered), index, len(history), "extends")
         tokens = None if template is None else _splice(history, conversation, num_messages, template)
         if tokens is None:
+            # safer than a wrong splice: nothing of it is counted twice
             return Prompt(tuple(rendered), None, 0, "rewritten")
         return Prompt(tokens, index, len(history), "spliced")
     return _by_tokens(tuple(rendered), earlier)
@@ -144,6 +145,7 @@ def _by_tokens(rendered: tuple[int, ...], earlier: Sequence[EarlierCall]) -> Pro
     best, longest = None, 0
     for index in range(len(earlier)):
         history = whole_tokens(earlier, index)
+        # a program may have cut messages, and still begin with these tokens
         if len(history) > longest and list(rendered[: len(history)]) == history:
             best, longest = index, len(history)
     return Prompt(rendered, best, longest, "root" if best is None else "extends")
@@ -155,13 +157,16 @@ def _splice(
     """The history and the tokens of what the template shows after it; None if it shows the history in another way."""
     shown, hidden = hide_control_tokens(conversation, template.encoder)
     answered, last = shown[:num_messages], shown[num_messages - 1]
+    # without tool calls, the template shows the content alone
     probe = {name: value for name, value in last.items() if name != "tool_calls"} | {"content": _PROBE}
     try:
         head = template.render(answered, opened=False)
         full = template.render(shown, opened=True)
+        # what follows the probe is how answers are closed
         before, _, closing = template.render([*answered[:-1], probe], opened=False).rpartition(_PROBE)
     except Exception:  # a template may show a whole conversation and refuse its parts
         return None
+    # the template shows earlier messages in another way now
     start = _start_of_new(head, full, closing if before else None, history[-1], template)
     if start is None or not full.startswith(head):
         return None
@@ -176,9 +181,9 @@ def _start_of_new(head: str, full: str, closing: str | None, last: int, template
     """
     control = template.encoder.control_tokens
     end = control.get(last, "") if last in template.stops else ""
-    if end and head.rstrip().endswith(end):
+    if end and head.rstrip().endswith(end):  # the template ends the answer with the token that was sampled
         return head.rindex(end) + len(end)
-    if closing is None or not head.endswith(closing):
+    if closing is None or not head.endswith(closing):  # a closing that depends on the answer cannot be trusted
         return None
     start = len(head) - len(closing)
     if last not in template.stops:
@@ -187,7 +192,7 @@ def _start_of_new(head: str, full: str, closing: str | None, last: int, template
     # is none, the next message may begin with it, as GLM's answers end with `<|user|>`.
     places = [(place, -len(text)) for text in control.values() if (place := head.find(text, start)) >= 0]
     if places:
-        place, length = min(places)
+        place, length = min(places)  # the earliest, and the longest of equal ones
         return place - length
     return len(head) + len(end) if end and full.startswith(end, len(head)) else start
 
@@ -198,6 +203,7 @@ def _plain(message: Message) -> dict[str, Any]:
         content = "".join(part.get("text", "") for part in content)
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
     calls = [_plain_call(call["function"]) for call in message.get("tool_calls") or ()]
+    # templates strip, so whitespace at the ends does not count
     return {"role": message["role"], "content": content.strip(), "reasoning": reasoning.strip(), "calls": calls}
 
 
@@ -212,6 +218,7 @@ def _plain_call(function: Mapping[str, Any]) -> list[Any]:
 def _merged(run: dict[str, Any] | None, plain: dict[str, Any]) -> dict[str, Any]:
     if run is None:
         return plain
+    # texts and calls join; the role stays
     return {name: plain[name] if name == "role" else run[name] + plain[name] for name in plain}
 
 

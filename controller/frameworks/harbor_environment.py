@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+# the folders that tasks and agents write to
 KEPT = ("app", "logs", "tests", "solution", "workspace", "tmp", "root", "installed-agent")
-SYSTEM = ("usr", "bin", "lib", "lib32", "lib64", "sbin", "etc", "opt")
-MARK = "OWNLOOP_SESSION"
+SYSTEM = ("usr", "bin", "lib", "lib32", "lib64", "sbin", "etc", "opt")  # read-only in the sandbox
+MARK = "OWNLOOP_SESSION"  # as in `controller/agents/sandboxes.py`, which this Python cannot import
 _BASE: Any = importlib.import_module("harbor.environments.base")
 _CAPABILITIES: Any = importlib.import_module("harbor.environments.capabilities")
 
@@ -50,7 +51,7 @@ class BubblewrapEnvironment(_BASE.BaseEnvironment):
         self.root = Path(tempfile.mkdtemp(prefix="ownloop-harbor-"))
         for name in (*KEPT, "logs/agent", "logs/verifier", "logs/artifacts"):
             (self.root / name).mkdir()
-        await self._upload_environment_dir_after_start()
+        await self._upload_environment_dir_after_start()  # Harbor calls it after the folders exist
 
     async def stop(self, delete: bool) -> None:
         """Removes the folders."""
@@ -87,11 +88,12 @@ class BubblewrapEnvironment(_BASE.BaseEnvironment):
         del user
         argv = self._command(command, cwd or self.task_env_config.workdir or "/app", self._merge_env(env) or {})
         pipe = asyncio.subprocess.PIPE
+        # a group of its own: commands start servers
         process = await asyncio.create_subprocess_exec(*argv, stdout=pipe, stderr=pipe, start_new_session=True)
         try:
             output, errors = await asyncio.wait_for(process.communicate(), timeout_sec)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)  # also when Harbor's own limit cancels the call
             raise
         return _BASE.ExecResult(
             stdout=output.decode(errors="replace"),
@@ -101,7 +103,7 @@ class BubblewrapEnvironment(_BASE.BaseEnvironment):
 
     def _command(self, command: str, folder: str, env: Mapping[str, str]) -> list[str]:
         settings = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/root", **env}
-        if MARK in os.environ:
+        if MARK in os.environ:  # marks what a task leaves running
             settings[MARK] = os.environ[MARK]
         system = [word for name in SYSTEM if Path("/", name).exists() for word in ("--ro-bind", f"/{name}", f"/{name}")]
         kept = [word for name in KEPT for word in ("--bind", str(self.root / name), f"/{name}")]

@@ -20,6 +20,7 @@ from rl.data.rows import python_order, split, stream
 
 _TRIALS = "trials"
 _OURS = "harbor_environment:BubblewrapEnvironment"
+# the command is `$0`, its words follow
 _START = 'exec "$0" trial start --path "$(cat task-path)" --trials-dir trials "$@"'
 
 
@@ -50,6 +51,7 @@ class HarborTasks:
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted, and where bubblewrap does not work."""
         if self.environment == _OURS:
+            # a task without a sandbox would run on the host
             make_sandbox("bubblewrap", Place(work=Path(), url="", socket=None))
         if not os.access(self.harbor, os.X_OK):
             raise ValueError(
@@ -71,15 +73,17 @@ class HarborTasks:
     def program(self) -> Program:
         """Harbor, for the task of the program's folder."""
         words = ("--agent", self.agent, "--model", "openai/policy", "--env", self.environment)
+        # Harbor imports the environment by its module's name
         env = {"PYTHONPATH": str(Path(__file__).parent), "HARBOR_TELEMETRY": "0"}
         if self.environment == _OURS:
+            # bubblewrap of the package is in no PATH of the sandbox
             env["PATH"] = f"{Path(bwrap_file()).parent}:{os.environ.get('PATH', '/usr/bin:/bin')}"
         return Program(
             argv=["sh", "-c", _START, str(self.harbor.absolute()), *words, *self.options],
             env=env,
-            sandbox="local",
+            sandbox="local",  # Harbor itself is trusted; its tasks run in its environment
             time_limit_s=self.time_limit_s,
-            idle_limit_s=self.time_limit_s,
+            idle_limit_s=self.time_limit_s,  # a verifier may run for long without a request
             max_at_once=self.max_at_once,
         )
 
@@ -100,14 +104,14 @@ class HarborTasks:
         results = [*(work / _TRIALS).glob("*/result.json")]
         if not results:
             raise RuntimeError(f"Harbor has no result (status {attempt.exit_code}): {attempt.output[-500:]}")
-        result: dict[str, Any] = json.loads(results[0].read_text())
+        result: dict[str, Any] = json.loads(results[0].read_text())  # one trial, one result
         error: Mapping[str, str] | None = result["exception_info"]
         if not result["reward_valid"]:
             why = (
                 "the verifier gave no reward"
                 if error is None
                 else "{exception_type}: {exception_message}".format(**error)
-            )
+            )  # the loop shows it as a failed attempt
             raise RuntimeError(why)
         rewards: dict[str, float] = result["verifier_result"]["rewards"]
         if self.reward_name not in rewards:
@@ -115,6 +119,7 @@ class HarborTasks:
                 f"the verifier gave {sorted(rewards)}, and no {self.reward_name!r}, which is reward_name"
             )
         others = {name: float(value) for name, value in rewards.items() if name != self.reward_name}
+        # an error that still has a reward is a limit, such as of turns
         return Scored(reward=rewards[self.reward_name], metrics=others, truncated=error is not None)
 
     @cached_property
@@ -126,6 +131,7 @@ class HarborTasks:
 
 
 def _folders(tasks: Path) -> list[Path]:
+    # absolute: Harbor runs in another folder
     return sorted(file.parent.absolute() for file in tasks.glob("*/task.toml"))
 
 

@@ -96,8 +96,8 @@ class VerifiersTasks:
     def program(self) -> Program:
         """A program that has the worker play the task of its folder."""
         return Program(
-            argv=[sys.executable, "-I", "-S", "-c", _ASK],
-            sandbox="local",
+            argv=[sys.executable, "-I", "-S", "-c", _ASK],  # isolated: it needs no package
+            sandbox="local",  # the worker is trusted, and the harness brings its own runtime
             time_limit_s=self.time_limit_s,
             idle_limit_s=self.time_limit_s,
             max_at_once=self.max_at_once,
@@ -119,6 +119,7 @@ class VerifiersTasks:
     async def reward(self, task: AgentTask, work: Path, attempt: Attempt) -> Scored:
         """The environment's own reward, metrics and truncation. Raises RuntimeError with its own error."""
         del task, attempt
+        # empty if the worker died with the connection open
         outcome = json.loads((work / "outcome.json").read_text() or '{"error": "the worker of verifiers has ended"}')
         if "error" in outcome:
             raise RuntimeError(outcome["error"])
@@ -129,13 +130,15 @@ class VerifiersTasks:
         """Training and held-out tasks."""
         rows = self._worker().tasks(self.max_tasks)
         if self.held_out is None:
+            # by content: a new version of a taskset keeps its split
             return split(rows, lambda row: row.prompt or row.id)
         return rows, self._worker(held_out=True).tasks(self.max_tasks)
 
     def _worker(self, *, held_out: bool = False) -> "Worker":
         config = dict(self.config)
         if held_out and self.held_out is not None:
-            config["taskset"] = {**config["taskset"], **self.held_out}
+            config["taskset"] = {**config["taskset"], **self.held_out}  # the same environment with other tasks
+        # sorted: equal configurations share a worker
         worker = worker_of(self.python, json.dumps(config, sort_keys=True))
         worker.start_if_ended()
         return worker
@@ -151,7 +154,7 @@ class Worker:
         self.socket = self._folder / "worker"
         self._processes: list[subprocess.Popen[bytes]] = []
         """The newest one, if it was started."""
-        weakref.finalize(self, _end, self._processes, self._folder)
+        weakref.finalize(self, _end, self._processes, self._folder)  # also if the environment object is never closed
 
     def start_if_ended(self) -> None:
         """Starts it unless it runs, and waits until it has loaded the environment.
@@ -160,17 +163,24 @@ class Worker:
         """
         if self._processes and self._processes[0].poll() is None:
             return
-        self.socket.unlink(missing_ok=True)
+        self.socket.unlink(missing_ok=True)  # of a worker that died
         command = [str(self._python), str(_WORKER), str(self.socket), self._config]
         env = {**os.environ, "PATH": f"{self._python.parent}:{os.environ.get('PATH', '/usr/bin:/bin')}"}
         with (self._folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                command, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+                # its standard input stays open as long as this process lives
+                command,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         self._processes[:] = [process]
         until = time.monotonic() + _START_S
         while not self.socket.exists():
             if process.poll() is not None or time.monotonic() > until:
+                # the last line of a traceback says what is wrong
                 said = (self._folder / "log").read_text(errors="replace").strip().splitlines()
                 last = said[-1] if said else f"it did not start in {_START_S:g} s"
                 raise ValueError(f"VerifiersTasks.config is {self._config}; verifiers in {self._python} says: {last}")
@@ -188,7 +198,7 @@ class Worker:
 
 
 @lru_cache(maxsize=8)
-def worker_of(python: Path, config: str) -> Worker:
+def worker_of(python: Path, config: str) -> Worker:  # keyed by text: configurations are not hashable
     """The worker for a configuration, as JSON. It ends when it falls out of this cache, and with this process."""
     return Worker(python, config)
 
@@ -196,7 +206,7 @@ def worker_of(python: Path, config: str) -> Worker:
 def _end(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
     for process in processes:
         assert process.stdin is not None
-        process.stdin.close()
+        process.stdin.close()  # it notices the end of its input
         try:
             process.wait(_END_S)
         except subprocess.TimeoutExpired:

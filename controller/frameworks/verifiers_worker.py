@@ -27,6 +27,7 @@ class Worker:
         self.env = loaders.load_environment(loaders.resolve_env_config(config))
         agents = importlib.import_module("verifiers.v1.configs.agent").agent_config_fields(self.env.config)
         for name, part in {"the environment": self.env.config, **agents}.items():
+            # a retried attempt would be several sessions under one key
             if part.retries.max_retries or part.retries.rules:
                 raise ValueError(f"{name} has retries; an attempt is one session, so leave retries.max_retries at 0")
         self._unread = iter(self.env.taskset)
@@ -34,6 +35,7 @@ class Worker:
 
     def tasks(self, count: int) -> list[dict[str, str]]:
         """The first tasks. An endless taskset is read no further."""
+        # in the taskset's own order, so that an index means one task
         self._tasks += itertools.islice(self._unread, max(0, count - len(self._tasks)))
         return [{"id": task.key, "prompt": _text(task.data.prompt)} for task in self._tasks[:count]]
 
@@ -45,11 +47,11 @@ class Worker:
         def name(trace: Any) -> None:
             # verifiers sends the id of a trace as X-Session-ID. With the key in `base_url`, every episode would have an
             # HTTP client of its own, which verifiers keeps until the end.
-            trace.id = f"{key}.{next(numbers)}"
+            trace.id = f"{key}.{next(numbers)}"  # `AgentEndpoint` finds the session by the part before the dot
 
         client = clients.EvalClientConfig(base_url=base_url, api_key_var="OWNLOOP_NO_KEY")
         context = clients.ModelContext(model="policy", client=client)
-        (slot,) = self.env.slots(self._tasks[index])
+        (slot,) = self.env.slots(self._tasks[index])  # an episode has one slot here
         episode = await self.env.run_slot(slot, context, on_trace=name)
         return _outcome(episode)
 
@@ -58,6 +60,7 @@ class Worker:
         request = json.loads(await reader.readline())
         work = asyncio.create_task(self._do(request))
         gone = asyncio.create_task(reader.read())  # which returns when the other side closes
+        # a program that is killed takes its episode with it
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         work.cancel()
         with contextlib.suppress(asyncio.CancelledError, ConnectionError):
@@ -77,8 +80,9 @@ def _outcome(episode: Any) -> dict[str, Any]:
     """The mean reward of the episode's traces, or its error."""
     traces = episode.traces
     errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
-    if not episode.ok:
+    if not episode.ok:  # the last error is the one that ended it
         return {"error": f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode did not end well"}
+    # its tokens would be trained as if they were the policy's
     fixed = [trace.agent.name for trace in traces if not trace.agent.trainable and trace.calls]
     if fixed:
         return {
@@ -88,6 +92,7 @@ def _outcome(episode: Any) -> dict[str, Any]:
     for trace in traces:
         scores = {name: None if reward is None else reward.score for name, reward in trace.rewards.items()}
         for name, value in {**trace.metrics, **scores}.items():
+            # a metric that a trace lacks does not count as 0
             values.setdefault(name, []).extend(() if value is None else (value,))
     return {
         "reward": sum(trace.reward for trace in traces) / len(traces),
@@ -110,7 +115,7 @@ async def main() -> None:
     async with worker.env.serving():
         server = await asyncio.start_unix_server(worker.answer, f"{path}.new")
         Path(f"{path}.new").rename(path)  # a path that exists can be connected to
-        await asyncio.to_thread(sys.stdin.buffer.read)
+        await asyncio.to_thread(sys.stdin.buffer.read)  # closed when the owner ends, however it ends
         server.close()
 
 

@@ -176,7 +176,7 @@ class Throughput:
         """Tokens per second, oldest first, of the last five minutes. The bucket that is being filled is left out."""
         now = int(self._clock() / BUCKET_S)
         counted = dict(self._buckets)
-        # a bucket that nobody filled is missing, and counts 0
+        # a time without tokens has no bucket, and counts 0
         return [counted.get(now - age, Counter[Work]())[work] / BUCKET_S for age in range(_NUM_BUCKETS, 0, -1)]
 
 

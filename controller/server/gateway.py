@@ -183,7 +183,7 @@ class Gateway:
         pending, new = self.answers.open((session.id, "loss", number), session.id)
         if new:
             try:
-                # each holds a graph; a loop that makes one a step would grow for ever
+                # each holds a graph; a loop that makes one at each step would fill the memory
                 if len(session.losses) >= MAX_LOSSES:
                     raise ValueError(f"the session has {MAX_LOSSES} losses, the most that this server keeps for one")
                 session.losses[f"{session.id}:loss:{number}"] = traced_loss(request)

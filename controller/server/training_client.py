@@ -73,7 +73,7 @@ class TrainingClient:
         if optimizer and CheckpointPath.parse(path).kind != "weights":
             raise ValueError(f"{path} was saved for sampling and has no optimizer state; use a path of save_state")
         self._num_adapters += 1  # another name, as `_adapter_name` explains
-        self._saved_now.clear()  # whatever comes now, it is not what was saved
+        self._saved_now.clear()  # what comes now was not saved
         if self.run.rank == 0:
             trainer = await self._begin_whole() if self._trainer is None else self._trainer
             await trainer.load_checkpoint(folder, weights_only=not optimizer)

@@ -36,7 +36,7 @@ from controller.hosts.starting.worker_starts import (
 )
 from rl.checks import check_above_zero, check_at_least
 
-_LABEL = re.compile(r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?")
+_LABEL = re.compile(r"[a-z]([a-z0-9-]{0,28}[a-z0-9])?")  # also a DNS label, with room for a role and a number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,7 @@ class KubernetesHosts(WithRunCertificates):
         """Raises ValueError for a role without pods, and for names that Kubernetes would refuse."""
         check_above_zero(lost_after_s=self.lost_after_s, start_within_s=self.start_within_s)
         check_at_least(0, gpus_per_pod=self.gpus_per_pod)
+        # they become parts of DNS names
         for what, name in (("name", self.name), ("namespace", self.namespace), *(("a role", r) for r in self.groups)):
             if not _LABEL.fullmatch(name):
                 raise ValueError(f"{what} is {name!r}; use at most 30 small letters, digits and hyphens")
@@ -88,7 +89,7 @@ class KubernetesHosts(WithRunCertificates):
                 raise ValueError(f"a claim is {claim!r}; write NAME:/PATH")
         if not self.image or not self.kubectl:
             raise ValueError("image or kubectl is empty; name the image that has ownloop, and the program")
-        parse_address(f"n1:{self.port}")
+        parse_address(f"n1:{self.port}")  # a wrong port is an error now and not on the pods
 
     @property
     def addresses(self) -> Mapping[str, tuple[str, ...]]:
@@ -110,10 +111,10 @@ class KubernetesHosts(WithRunCertificates):
 
 
 _MOUNT = "/etc/ownloop/certs"
-_FILES = ("ca.pem", "cert.pem", "key.pem")
+_FILES = ("ca.pem", "cert.pem", "key.pem")  # as `ownloop certs` names them
 LABEL = "ownloop/name"
 """All objects of some hosts have this label, whose value is their name."""
-_KEPT_S = 600
+_KEPT_S = 600  # seconds: long enough to read the logs of a pod
 
 
 def manifests(
@@ -125,7 +126,9 @@ def manifests(
     """
     service = _object(hosts, "v1", "Service", hosts.name)
     # A worker listens before its pod counts as ready, and is found by its name from then on.
+    # headless: each pod has a name of its own
     service["spec"] = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {LABEL: hosts.name}}
+    # one Job per role, whose pods keep their indices
     jobs = [_job(hosts, role, count, lifeline) for role, count in hosts.groups.items()]
     return [service, *([_secret(hosts, certificates)] if hosts.tls else []), *jobs]
 
@@ -155,7 +158,7 @@ def _job(hosts: KubernetesHosts, role: str, count: int, lifeline: str | None) ->
     job["spec"] = {
         "completions": count,
         "parallelism": count,
-        "completionMode": "Indexed",
+        "completionMode": "Indexed",  # each index runs once at a time, under the same name
         "backoffLimit": 3 * count,  # a pod that was evicted comes back under its name
         "ttlSecondsAfterFinished": _KEPT_S,
         "template": {"metadata": {"labels": {LABEL: hosts.name}}, "spec": _pod(hosts, role, lifeline)},
@@ -164,7 +167,7 @@ def _job(hosts: KubernetesHosts, role: str, count: int, lifeline: str | None) ->
 
 
 def _pod(hosts: KubernetesHosts, role: str, lifeline: str | None) -> dict[str, Any]:
-    index = "$JOB_COMPLETION_INDEX"
+    index = "$JOB_COMPLETION_INDEX"  # the shell of the pod knows it
     own = Address("tls" if hosts.tls else "tcp", hosts.address(role, index), hosts.port)
     end = None if lifeline is None else shlex.quote(lifeline)
     command = worker_command(own, end, hosts.lost_after_s, python=hosts.python, certs=_MOUNT)
@@ -175,12 +178,13 @@ def _pod(hosts: KubernetesHosts, role: str, lifeline: str | None) -> dict[str, A
     container: dict[str, Any] = {
         "name": "worker",
         "image": hosts.image,
-        "command": ["sh", "-c", f"{known}; exec {' '.join(command)}"],
+        "command": ["sh", "-c", f"{known}; exec {' '.join(command)}"],  # exec: the worker gets the signals
         "resources": {"requests": needs | gpus, "limits": gpus},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],  # weights and vLLM share memory between processes
     }
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     if hosts.tls:
+        # read-only, and readable by the pod's user alone
         container["volumeMounts"].append({"name": "certs", "mountPath": _MOUNT, "readOnly": True})
         volumes.append({"name": "certs", "secret": {"secretName": f"{hosts.name}-certs", "items": _items(hosts, role)}})
     for number, claim in enumerate(hosts.claims):
@@ -189,6 +193,7 @@ def _pod(hosts: KubernetesHosts, role: str, lifeline: str | None) -> dict[str, A
         volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": name}})
     if hosts.directory:
         container["workingDir"] = hosts.directory
+    # the Job makes a new pod; a container that restarts would be an old host
     return {"subdomain": hosts.name, "restartPolicy": "Never", "containers": [container], "volumes": volumes}
 
 
@@ -215,7 +220,7 @@ class Pods:
         self._hosts = hosts
         self._tell = tell
         self._poll_s = poll_s
-        self._lifeline: Lifeline | None = None
+        self._lifeline: Lifeline | None = None  # cut: the pods end by themselves, even if the cluster does not answer
         self._made = False
         self._groups: Groups | None = None
         self._failure: str | None = None
@@ -226,7 +231,7 @@ class Pods:
             try:
                 self._groups = await self._start()
             except BaseException:
-                await self.stop()
+                await self.stop()  # what was made is removed before the error is shown
                 raise
         return self._groups
 
@@ -238,7 +243,7 @@ class Pods:
     async def stop(self) -> None:
         """See `Allocation.stop`."""
         if self._lifeline is not None:
-            self._lifeline.cut()
+            self._lifeline.cut()  # set before `apply`, which may make a part and fail
         if self._made:
             with contextlib.suppress(ValueError):  # pods end with the lifeline, and their Jobs are removed later
                 await self._kubectl("delete", _KINDS, "--selector", self._selector, "--wait=false", within_s=_DELETE_S)
@@ -247,11 +252,13 @@ class Pods:
 
     async def _start(self) -> Groups:
         hosts = self._hosts
+        # pods of another run would be taken for ours
         if others := (await self._kubectl("get", "jobs", "--selector", self._selector, "--output", "name")).split():
             raise ValueError(
                 f"{hosts.namespace} has {', '.join(others)} already; give these hosts another name, or delete them "
                 f"with `kubectl delete {_KINDS} --namespace {hosts.namespace} --selector {self._selector}`"
             )
+        # in a pod the first is set
         here = own_address_towards(os.environ.get("KUBERNETES_SERVICE_HOST", _OTHER_NETWORK))
         self._lifeline = Lifeline(here, for_many=True)
         _, port = self._lifeline.end
@@ -259,14 +266,14 @@ class Pods:
         certificates = {name: worker_certificates(name) for name in names} if hosts.tls else {}
         objects = manifests(hosts, certificates, f"[{here}]:{port}" if ":" in here else f"{here}:{port}")
         self._made = True
-        await self._kubectl("apply", "--filename", "-", text=as_yaml(objects))
+        await self._kubectl("apply", "--filename", "-", text=as_yaml(objects))  # all objects in one call
         await self._until_pods_run(len(names))
-        end = time.monotonic() + hosts.start_within_s
+        end = time.monotonic() + hosts.start_within_s  # counted from now: pulling images is over
         scheme = "tls" if hosts.tls else "tcp"
         found: dict[str, Address] = {}
-        watch = asyncio.create_task(self._watch())
+        watch = asyncio.create_task(self._watch())  # a pod may end while its worker starts
         try:
-            for name in names:
+            for name in names:  # lambda: the loop's variable changes
                 own = Address(scheme, name, hosts.port)
                 found[name] = await until_it_accepts(lambda own=own: _resolved(own), end, lambda: self._failure)
         except ValueError as error:
@@ -293,7 +300,9 @@ class Pods:
             if words != told:
                 self._tell(f"waiting for {count} pods: {words}")
                 told = words
+            # waiting in the queue of a cluster has no limit
             has_nodes = len(pods) >= count and all(pod["spec"].get("nodeName") for pod in pods)
+            # from the first moment at which all have nodes
             end = end or (time.monotonic() + self._hosts.start_within_s if has_nodes else 0.0)
             if end and time.monotonic() > end:
                 raise ValueError(f"pods have not started within {self._hosts.start_within_s:g} s: {words}")
@@ -312,7 +321,7 @@ class Pods:
         """What the first pod that has ended said last; None if none has."""
         for pod in pods:
             name = pod["metadata"]["name"]
-            if pod["status"].get("phase") in ("Failed", "Succeeded"):
+            if pod["status"].get("phase") in ("Failed", "Succeeded"):  # a worker ends only with the run
                 try:
                     lines = (await self._kubectl("logs", name, "--tail=8")).strip()
                 except ValueError as error:
@@ -334,7 +343,7 @@ def _why_waiting(pod: Mapping[str, Any]) -> str | None:
     status = pod["status"]
     if status.get("phase") == "Running":
         return None
-    for container in status.get("containerStatuses", ()):
+    for container in status.get("containerStatuses", ()):  # a container says more than its pod
         if (waiting := container.get("state", {}).get("waiting")) is not None:
             return f"{waiting.get('reason', 'waiting')} {waiting.get('message', '')}".strip()
     for condition in status.get("conditions", ()):
@@ -372,6 +381,7 @@ class HostManifests:
         assert isinstance(hosts, KubernetesHosts)
         names = [name for role in hosts.addresses.values() for name in role]
         if hosts.tls:
+            # certificates that exist are kept: their keys are in use
             make_certificates(self.certs, [name for name in names if not (self.certs / name / CERTIFICATE).exists()])
         print(as_yaml(manifests(hosts, {name: self.certs / name for name in names})), end="")
         scheme = "" if hosts.tls else "tcp://"

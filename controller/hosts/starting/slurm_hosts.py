@@ -63,7 +63,7 @@ class SlurmHosts(WithRunCertificates):
             if count < 1:
                 raise ValueError(f"{role!r} has {count} nodes; give it at least 1, or leave it out")
         for option in self.options:
-            if not option.startswith("--") or "\n" in option:
+            if not option.startswith("--") or "\n" in option:  # a line break would begin another line of the script
                 raise ValueError(f"an option of sbatch is {option!r}; write it in one word: --NAME=VALUE")
         parse_address(f"n1:{self.port}")
 
@@ -78,7 +78,7 @@ class SlurmHosts(WithRunCertificates):
         return [
             *(f"--{name}={value}" for name, value in named.items() if value),
             *([f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []),
-            *(["--exclusive", "--mem=0"] if self.exclusive else []),
+            *(["--exclusive", "--mem=0"] if self.exclusive else []),  # all cores and all memory of a node
             *self.options,
         ]
 
@@ -86,12 +86,12 @@ class SlurmHosts(WithRunCertificates):
         """The nodes of the allocation in which this process runs, or of a job; nothing is submitted yet."""
         from controller.hosts.starting.slurm_workers import NewJob, OwnAllocation
 
-        job = os.environ.get("SLURM_JOB_ID")
+        job = os.environ.get("SLURM_JOB_ID")  # set by Slurm within an allocation
         return NewJob(self, tell) if job is None else OwnAllocation(self, tell, job)
 
 
 _CANCEL_S = 3.0
-_TRIES = 4
+_TRIES = 4  # squeue fails now and then on a busy cluster
 _STARTING = ("PENDING", "CONFIGURING")
 READY, LIFELINE, OUTPUT, CERTIFICATES, SCRIPT = "ready", "lifeline", "output.txt", "certs", "worker.sh"
 """Files of a job's folder, which every node sees. `READY` is written last."""
@@ -138,6 +138,7 @@ class JobState:
 
 async def submit(script: str) -> str:
     """The id of a new job. Raises ValueError with what sbatch says against it."""
+    # "ID;CLUSTER" where there are several clusters
     return (await output_of(["sbatch", "--parsable"], script)).strip().partition(";")[0]
 
 
@@ -145,16 +146,17 @@ async def state_of(job: str, pause_s: float) -> JobState:
     """The state of a job now. Raises ValueError if squeue does not answer several times, with pauses between them."""
     for left in reversed(range(_TRIES)):
         try:
+            # %r may contain anything but the separator
             printed = await output_of(["squeue", "--noheader", "--jobs", job, "--format", "%T|%r|%N"])
         except ValueError as error:
-            if "Invalid job id" in str(error):
+            if "Invalid job id" in str(error):  # it has ended and was forgotten
                 return JobState("", "", "")
             if not left:
                 raise
             await asyncio.sleep(pause_s)  # a busy controller of Slurm times out now and then
         else:
             state, _, rest = printed.strip().partition("|")
-            reason, _, nodes = rest.rpartition("|")
+            reason, _, nodes = rest.rpartition("|")  # the reason may have the separator in it
             return JobState(state, reason, nodes)
     raise AssertionError
 
@@ -166,7 +168,7 @@ async def nodes_of(abbreviated: str) -> tuple[str, ...]:
 
 async def cancel(job: str) -> None:
     """Ends a job, or gives up after seconds: its workers end with the run in any case."""
-    with contextlib.suppress(ValueError, asyncio.CancelledError):
+    with contextlib.suppress(ValueError, asyncio.CancelledError):  # also when the run itself is cancelled
         await output_of(["scancel", job], within_s=_CANCEL_S)
 
 
@@ -176,13 +178,13 @@ def batch_script(folder: Path, num_nodes: int, options: Sequence[str]) -> str:
         "--job-name=ownloop",
         f"--nodes={num_nodes}",
         "--ntasks-per-node=1",
-        f"--output={folder / OUTPUT}",
+        f"--output={folder / OUTPUT}",  # both streams of all nodes, for the controller to follow
         "--no-requeue",  # the workers of a job that began again would wait for another controller
         "--no-kill",  # the run continues without a node that fails
     ]
     lines = [f"#SBATCH {option}" for option in (*own, *options)]
     step = shlex.join(step_command(folder, num_nodes))
-    return "\n".join(["#!/bin/bash", *lines, f"exec {step}", ""])
+    return "\n".join(["#!/bin/bash", *lines, f"exec {step}", ""])  # exec: signals of Slurm reach srun
 
 
 def step_command(folder: Path, num_nodes: int, options: Sequence[str] = ()) -> list[str]:

@@ -54,13 +54,14 @@ class SlurmWorkers(ABC):
         self._hosts = hosts
         self._tell = tell
         self._times = times
+        # a folder that all nodes see at the same path
         shared = Path(hosts.folder).expanduser().absolute() if hosts.folder else cache_directory() / "slurm"
-        self._folder = shared / uuid.uuid4().hex
+        self._folder = shared / uuid.uuid4().hex  # a run of its own
         self._output = WorkerOutput("slurm")
         self._lifeline: Lifeline | None = None
         self._reader: asyncio.Task[None] | None = None
         self._groups: Groups | None = None
-        self._over: str | None = None
+        self._over: str | None = None  # why it ended, once it has
 
     async def workers(self) -> Groups:
         """See `Allocation.workers`. What has ended as a whole begins again; a node alone does not come back."""
@@ -69,7 +70,7 @@ class SlurmWorkers(ABC):
             if self._over is None:
                 return self._groups
             self._tell(f"{self._over}; starting again")
-            await self.stop()
+            await self.stop()  # a new job has new nodes and a new lifeline
         try:
             self._groups = await self._start()
         except BaseException:
@@ -80,7 +81,7 @@ class SlurmWorkers(ABC):
     async def revived(self) -> Groups:
         """See `Allocation.revived`."""
         assert self._groups is not None
-        if (over := await self._why_over()) is not None:
+        if (over := await self._why_over()) is not None:  # a lost node alone is the caller's business
             raise HostsOverError("hosts", over)
         return self._groups
 
@@ -88,11 +89,11 @@ class SlurmWorkers(ABC):
         """See `Allocation.stop`."""
         if self._lifeline is not None:
             self._lifeline.cut()
-        await self._end()
+        await self._end()  # the workers end with the lifeline; this is for what runs them
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.wait({self._reader})
-        self._groups = self._lifeline = self._reader = self._over = None
+        self._groups = self._lifeline = self._reader = self._over = None  # the next start begins from nothing
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @abstractmethod
@@ -114,17 +115,18 @@ class SlurmWorkers(ABC):
     async def _start(self) -> Groups:
         hosts = self._hosts
         self._output = WorkerOutput("slurm")
-        self._write_script()
+        self._write_script()  # before the job: it runs the script as soon as it begins
         nodes = await self._nodes()
         if len(nodes) < hosts.num_nodes:
             raise ValueError(f"{self._name} has the nodes {', '.join(nodes)}; {hosts.num_nodes} are needed")
-        nodes = nodes[: hosts.num_nodes]
+        nodes = nodes[: hosts.num_nodes]  # an allocation may have more
         self._write_answers(nodes)
         await self._launch(nodes)
         self._reader = asyncio.create_task(self._read())
-        watch = asyncio.create_task(self._watch())
+        watch = asyncio.create_task(self._watch())  # the job may end meanwhile
         try:
             end = time.monotonic() + hosts.start_within_s
+            # all problems are shown, not the first alone
             found = await asyncio.gather(*(self._listening(node, end) for node in nodes), return_exceptions=True)
         finally:
             watch.cancel()
@@ -135,6 +137,7 @@ class SlurmWorkers(ABC):
                 raise ValueError(f"{problems}\nThe last lines of the workers:\n{self._output.end}") from each
             addresses.append(each)
         rest = iter(addresses)
+        # roles take their nodes in order
         return {role: tuple(next(rest) for _ in range(count)) for role, count in hosts.groups.items()}
 
     @property
@@ -143,8 +146,9 @@ class SlurmWorkers(ABC):
         """What errors call it."""
 
     def _write_script(self) -> None:
-        self._folder.mkdir(parents=True, mode=0o700)
+        self._folder.mkdir(parents=True, mode=0o700)  # others cannot read the keys in it
         hosts, folder = self._hosts, self._folder
+        # the shell of the node knows it
         address = Address("tls" if hosts.tls else "tcp", '"$SLURMD_NODENAME"', hosts.port)
         command = worker_command(
             address,
@@ -160,13 +164,13 @@ class SlurmWorkers(ABC):
     def _write_answers(self, nodes: tuple[str, ...]) -> None:
         """What the worker's script waits for."""
         folder, here = self._folder, own_address_towards(nodes[0])
-        self._lifeline = Lifeline(here, for_many=True)
+        self._lifeline = Lifeline(here, for_many=True)  # of the controller's address on the way to the nodes
         _, port = self._lifeline.end
         (folder / LIFELINE).write_text(f"[{here}]:{port}" if ":" in here else f"{here}:{port}")
         if self._hosts.tls:
             for node in nodes:
                 shutil.copytree(worker_certificates(node), folder / CERTIFICATES / node)
-        (folder / READY).touch()
+        (folder / READY).touch()  # last: a node reads the others as soon as it sees this one
 
     async def _listening(self, node: str, end: float) -> Address:
         def why_not() -> str | None:
@@ -186,10 +190,10 @@ class SlurmWorkers(ABC):
 
     async def _read(self) -> None:
         """Follows the output of all workers."""
-        with (self._folder / OUTPUT).open(errors="replace") as file:
+        with (self._folder / OUTPUT).open(errors="replace") as file:  # bytes that were cut in the middle are replaced
             part = ""
             while True:
-                *lines, part = (part + file.read()).split("\n")
+                *lines, part = (part + file.read()).split("\n")  # the last part has no line end yet
                 for line in lines:
                     self._output.take(line)
                 await asyncio.sleep(self._times.output)
@@ -211,10 +215,11 @@ class NewJob(SlurmWorkers):
         hosts = self._hosts
         self._job = await submit(batch_script(self._folder, hosts.num_nodes, hosts.job_options()))
         told = ""
-        while not (state := await state_of(self._job, self._times.busy)).runs:
+        while not (state := await state_of(self._job, self._times.busy)).runs:  # the queue has no limit of time
             if not state.waits:
+                # it failed, or was cancelled
                 raise ValueError(f"{self._name} is {state}\n{(self._folder / OUTPUT).read_text()}".strip())
-            if str(state) != told:
+            if str(state) != told:  # told once, not at every look
                 told = str(state)
                 self._tell(f"{self._name} for {hosts.num_nodes} nodes is {told}")
             await asyncio.sleep(self._times.job)
@@ -250,7 +255,7 @@ class OwnAllocation(SlurmWorkers):
         return f"the allocation {self._job}"
 
     async def _nodes(self) -> tuple[str, ...]:
-        return await nodes_of(os.environ["SLURM_JOB_NODELIST"])
+        return await nodes_of(os.environ["SLURM_JOB_NODELIST"])  # Slurm's own variable
 
     async def _launch(self, nodes: tuple[str, ...]) -> None:
         self._tell(f"starting workers on {', '.join(nodes)}")
@@ -273,7 +278,7 @@ class OwnAllocation(SlurmWorkers):
     async def _end(self) -> None:
         if self._step is None:
             return
-        for end in (None, self._step.terminate, self._step.kill):
+        for end in (None, self._step.terminate, self._step.kill):  # by itself first: the lifeline is cut
             if end is not None:
                 with contextlib.suppress(ProcessLookupError):
                     end()

@@ -31,6 +31,7 @@ from controller.hosts.starting.worker_starts import (
 )
 from rl.checks import check_above_zero
 
+# no leading hyphen: ssh would take it for an option
 _HOST = re.compile(r"(?:[\w.-]+@)?(?:[A-Za-z0-9][\w.-]*|[0-9a-fA-F:]+)")
 _END_S = 3.0
 # A terminal's password prompt would never end, and a host that went away would look as if it ran.
@@ -87,13 +88,15 @@ class _SshWorkers:
         self._running: dict[str, _SshWorker] = {}
 
     async def workers(self) -> Groups:
+        # a host with several roles has one worker
         hosts = list(dict.fromkeys(host for group in self._hosts.groups.values() for host in group))
         missing = [host for host in hosts if host not in self._running or not self._running[host].runs]
-        is_first = not self._running
+        is_first = not self._running  # after that, a host that is missing may stay missing
         if missing:
             self._tell(f"starting workers over ssh on {', '.join(missing)}")
         started = await asyncio.gather(*map(self._start, missing), return_exceptions=True)
         problems = [error for error in started if isinstance(error, BaseException)]
+        # a fault of this program, and not of a host
         if unexpected := [error for error in problems if not isinstance(error, ValueError)]:
             raise unexpected[0]
         if problems and is_first:
@@ -126,7 +129,7 @@ class _SshWorker:
         scheme = "tls" if hosts.tls else "tcp"
         self._hosts = hosts
         self._destination = destination
-        self._first = Address(scheme, destination.rpartition("@")[2], hosts.port)
+        self._first = Address(scheme, destination.rpartition("@")[2], hosts.port)  # without the user's name
         self.address = self._first
         """Where it listens, once it has started."""
         self._output = WorkerOutput(destination)
@@ -158,10 +161,11 @@ class _SshWorker:
             await self._send_certificates()
             end = time.monotonic() + self._hosts.start_within_s
             listening = self._output.listening
+            # the address as the worker prints it: port 0 takes any
             self.address = await until_it_accepts(lambda: listening.get(self._first.host), end, self._has_ended)
         except BaseException as error:
             await self.stop()
-            if isinstance(error, ValueError):
+            if isinstance(error, ValueError):  # what ssh said explains most failures
                 last = "" if self._process is None else f". The last lines of ssh:\n{self._output.end}"
                 raise ValueError(f"{self._destination}: {error}{last}") from None
             raise
@@ -172,6 +176,7 @@ class _SshWorker:
             self._lifeline.cut()
         if self._process is None:
             return
+        # by itself, then by signals of growing strength
         for end in (None, self._process.terminate, self._process.kill):
             if end is not None and self.runs:
                 with contextlib.suppress(ProcessLookupError):
@@ -180,13 +185,14 @@ class _SshWorker:
                 await asyncio.wait_for(self._process.wait(), _END_S)
                 break
         if self._reader is not None:
-            await self._reader
+            await self._reader  # ends with the process's output
 
     def _command(self, lifeline: tuple[str, int]) -> list[str]:
         hosts = self._hosts
         address, port = lifeline
         end = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
         worker = worker_command(self._first, shlex.quote(end), hosts.lost_after_s, python=hosts.python)
+        # exec: ssh's own end reaches the worker
         there = ["cd", shlex.quote(hosts.directory or str(Path.cwd())), "&&", "exec", "env"]
         return [*hosts.ssh, *_SSH_OPTIONS, "--", self._destination,
                 " ".join([*there, *environment(tuple(hosts.env.items())), *worker])]  # fmt: skip
@@ -198,7 +204,7 @@ class _SshWorker:
             if self._hosts.tls:
                 self._process.stdin.write(packed(worker_certificates(self._first.host)))
                 await self._process.stdin.drain()
-            self._process.stdin.close()
+            self._process.stdin.close()  # the worker waits for the end of its input
             await self._process.stdin.wait_closed()
 
     async def _read(self) -> None:
@@ -208,6 +214,7 @@ class _SshWorker:
             self._output.take(line.decode(errors="replace"))
 
     def _has_ended(self) -> str | None:
+        # only when its last lines have been read
         if self._process is None or self._process.returncode is None or not (self._reader and self._reader.done()):
             return None
         return f"no worker could be started there: {self._hosts.ssh[0]} ended with status {self._process.returncode}"

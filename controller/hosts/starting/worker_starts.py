@@ -50,10 +50,10 @@ class WorkerOutput:
             return
         print(f"[{self.name}] {line}", flush=True)
         self.last_lines.append(line)
-        if found := _LISTENING.search(line):
+        if found := _LISTENING.search(line):  # printed by `ownloop worker` once it accepts connections
             address = parse_address(found["address"])
             self.listening[address.host] = address
-        if found := _ENDED.search(line):
+        if found := _ENDED.search(line):  # printed by the script of Slurm
             self.ended[found["node"]] = int(found["status"])
 
     @property
@@ -69,13 +69,16 @@ def worker_command(
     command = [
         *(shlex.quote(word) for word in (python or sys.executable, "-m", "controller.commands.cli", "worker")),
         *("--listen", str(address) if address.scheme == "tcp" else f"{address.host}:{address.port}"),
+        # without a lifeline a worker runs until a person ends it
         *(() if lifeline is None else ("--lifeline", lifeline, "--lost-after", f"{lost_after_s:g}")),
     ]
+    # never without TLS by accident
     return [*command, *(("--insecure",) if address.scheme == "tcp" else ("--certs", certs))]
 
 
 def environment(own: Sequence[tuple[str, str]] = ()) -> list[str]:
     """`NAME=value` for `env`, quoted for a shell: what the controller's processes need, and the user's own."""
+    # the user's own come last, and win
     return [f"{name}={shlex.quote(value)}" for name, value in {**forwarded_env(), **dict(own)}.items()]
 
 
@@ -88,6 +91,7 @@ async def until_it_accepts(
     """
     while True:
         found = address()
+        # a port that is open answers; what is printed may be too early
         if found is not None and await asyncio.to_thread(accepts, found, _PROBE_S):
             return found
         if (reason := has_ended()) is not None:
@@ -114,13 +118,15 @@ async def output_of(command: Sequence[str], text: str = "", within_s: float = 30
     try:
         output, errors = await asyncio.wait_for(process.communicate(text.encode()), within_s)
     except TimeoutError:
+        # a hanging program must not hang the run
         raise ValueError(f"`{shlex.join(command)}` has not ended within {within_s:g} s") from None
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
+            await process.wait()  # no zombie stays
     if process.returncode:
+        # the end of an error says the most
         said = (errors or output).decode(errors="replace").strip()[-_LAST_CHARACTERS:]
         raise ValueError(f"`{shlex.join(command)}` ended with status {process.returncode}: {said or 'it said nothing'}")
     return output.decode(errors="replace")
@@ -136,7 +142,7 @@ class WithRunCertificates:
     @property
     def certs(self) -> Path | None:
         """The folder of the controller's certificate; None without TLS."""
-        return controller_certificates() if self.tls else None
+        return controller_certificates() if self.tls else None  # the same for every allocation of this process
 
     @property
     def uses_tls(self) -> bool:
@@ -149,6 +155,7 @@ def controller_certificates() -> Path:
     import psutil
 
     found = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+    # loopback first; sorted, so that the name is always the same
     own = sorted(filter(_is_usable, found), key=lambda ip: (is_loopback(ip), ip))
     return _made(",".join(own), "controller")
 
@@ -160,7 +167,7 @@ def worker_certificates(host: str) -> Path:
 
 @functools.cache
 def _folder() -> OwnedFolder:
-    return OwnedFolder("ownloop-certs-", in_memory=True)
+    return OwnedFolder("ownloop-certs-", in_memory=True)  # private keys stay off the disk
 
 
 @functools.cache
@@ -171,6 +178,6 @@ def _made(names: str, kind: str) -> Path:
 
 def _is_usable(address: str) -> bool:
     try:
-        return not ipaddress.ip_address(address).is_link_local
+        return not ipaddress.ip_address(address).is_link_local  # needs a zone, which no certificate can name
     except ValueError:  # a MAC address, or an IPv6 address of one interface
         return False
