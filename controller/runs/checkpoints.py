@@ -30,9 +30,9 @@ from rl.rollouts.columns import read_groups
 from rl.system.disk import read_json, write_json
 from rl.types import Group
 
-_MAX_SKIPS_IN_A_ROW = 3
-_MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW = 10
-_SAVE_AFTER_FAILURE_S = 120.0
+_MAX_SKIPS_IN_A_ROW = 3  # a single one may be a bad batch
+_MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW = 10  # of a run whose problems have become too easy or too hard
+_SAVE_AFTER_FAILURE_S = 120.0  # shorter than most people wait after a failure
 _ADVICE = (
     " A larger group_size or more prompts_per_step finds differences that are rare; an environment that is always or "
     "never solved needs other problems."
@@ -86,7 +86,7 @@ class Checkpoints:
             return 1
         complete = self._folder.complete_checkpoints()
         if not complete:
-            self._folder.cut_back({})
+            self._folder.cut_back({})  # what a crash left before its first checkpoint
             self._log.phase("there is no checkpoint yet: starting again from step 1")
             return 1
         path = complete[-1]
@@ -98,12 +98,12 @@ class Checkpoints:
         await asyncio.gather(*(trainer.load_checkpoint(path / name) for name, trainer in self._trainers.items()))
         if moved := self._folder.cut_back(loop["lengths"]):
             self._log.phase(f"what was recorded after it is kept in {moved}")
-        self._log.resume()
+        self._log.resume()  # counts of failures come from the rows that stayed
         self._end_if_solved(loop["step"])
         # A run that was ended because of these counts may try as often again.
         self._log.skipped_in_a_row %= _MAX_SKIPS_IN_A_ROW
         self._log.without_signal_in_a_row %= _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW
-        self._prune(self._keep)
+        self._prune(self._keep)  # a crash may have left one too many
         groups = {name: read_groups(path / f"{name}.parquet") for name in loop["groups"]}
         self.values, self.last_step = {**loop["values"], **groups}, loop["step"]
         return self.last_step + 1
@@ -120,7 +120,7 @@ class Checkpoints:
         self._versions, self.last_step = None, step
         self._versions = await self._policy_versions()
         await self._folder.room()
-        self._end_if_solved(step)
+        self._end_if_solved(step)  # before a reason to stop: solved is no failure
         why_stop = None if self.solved else self._why_stop(step)
         last = step == self._log.total_steps or self.solved or why_stop is not None
         if why_stop is not None or (self._every and (last or step % self._every == 0)):
@@ -164,7 +164,7 @@ class Checkpoints:
         finished = self._finished
         if finished is None or not self._every:
             return
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the failure itself is what the user must see
             async with asyncio.timeout(_SAVE_AFTER_FAILURE_S):
                 if await self._save_unless_changed(finished) is None:
                     self._say(f"saved step {finished.step}")
@@ -177,7 +177,7 @@ class Checkpoints:
         """Saves a step unless it is saved already. Returns why that is too late, if it is."""
         if self._versions not in (None, await self._policy_versions()):
             return f"step {finished.step + 1} had already changed the parameters"
-        await self._wait_for_saves()
+        await self._wait_for_saves()  # a save in progress may be of this very step
         if self._folder.checkpoint_path(finished.step) not in self._folder.complete_checkpoints():
             await self._save(finished, asynchronous=False)
         return None
@@ -190,7 +190,7 @@ class Checkpoints:
 
     async def _save(self, finished: _FinishedStep, *, asynchronous: bool) -> None:
         await self._wait_for_saves()  # the checkpoint before this one must be complete before an older one is deleted
-        self._prune(max(self._keep - 1, 1))
+        self._prune(max(self._keep - 1, 1))  # at least the newest one stays whole
         path = self._folder.checkpoint_path(finished.step)
         path.mkdir(parents=True, exist_ok=True)
         await self._write_loop_file(path, finished)
@@ -206,7 +206,7 @@ class Checkpoints:
         groups = {name: value for name, value in finished.values.items() if _are_groups(value)}
         for name, value in groups.items():
             self._folder.in_background(partial(write_rollouts, path / f"{name}.parquet", value))
-        await self._folder.sync()
+        await self._folder.sync()  # `loop.json` promises these files
         others = {name: value for name, value in finished.values.items() if name not in groups}
         write_json(
             path / LOOP_FILE,

@@ -85,7 +85,7 @@ class RunFolder:
         self.path = path.absolute()
         self.resumed = resume
         """Whether the run began earlier, so that its loop continues after its last checkpoint."""
-        is_run = (self.path / CONFIG_FILE).is_file() and self.logs.is_dir()
+        is_run = (self.path / CONFIG_FILE).is_file() and self.logs.is_dir()  # before anything is made
         _check_free_to_use(self.path, is_run=is_run, resume=resume)
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.command = ""
@@ -103,7 +103,7 @@ class RunFolder:
                 )
             self._lock = (self.path / ".lock").open("w")  # released with this object or its process
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            drop_unfinished_line(self.metrics_file)
+            drop_unfinished_line(self.metrics_file)  # of a process that was killed while it wrote
             write_json(self.path / CONFIG_FILE, hide_secrets(to_json(config)))
             self.began = _begin(self.path, began or datetime.now())
             """When the run began, in local time. A resumed run began when it was first started."""
@@ -115,7 +115,7 @@ class RunFolder:
             raise ValueError(f"run folder {path} cannot be written: {error.reason}") from error
         except OSError as error:
             raise ValueError(f"run folder {path} cannot be written: {error.strerror}") from error
-        self._writer = BackgroundWriter()
+        self._writer = BackgroundWriter()  # its thread starts with the first write
         self._recorded = last_steps(self.rollouts)
 
     @property
@@ -144,7 +144,7 @@ class RunFolder:
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Appends the metrics of a step or an evaluation. Raises `RecordingError` for any earlier write that failed."""
-        self._writer.check()
+        self._writer.check()  # a failed write ends the run here
         append_line(self.metrics_file, to_json({**metrics, "time": time.time(), "schema_version": SCHEMA_VERSION}))
 
     def log_rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
@@ -152,7 +152,7 @@ class RunFolder:
 
         Raises `RecordingError` if an earlier write failed.
         """
-        directory, groups = self.rollouts, tuple(groups)
+        directory, groups = self.rollouts, tuple(groups)  # a copy: the loop may change its list
         self.in_background(lambda: write_rollouts(free_file(directory, step, split), groups, step=step, split=split))
         kind = f"{ROLLOUTS}/{kind_of(split)}"
         self._recorded[kind] = max(step, self._recorded.get(kind, step))
@@ -166,7 +166,7 @@ class RunFolder:
 
     def mark_finished(self) -> None:
         """Records that the run has come to its end, after everything handed over before is written."""
-        num_steps = read_json(self.path / CONFIG_FILE).get("num_steps")
+        num_steps = read_json(self.path / CONFIG_FILE).get("num_steps")  # a later run may ask for more steps
         self.in_background(partial(write_json, self.path / FINISHED_FILE, {"num_steps": num_steps}))
 
     async def room(self) -> None:
@@ -175,7 +175,7 @@ class RunFolder:
 
     async def sync(self) -> None:
         """Returns once everything logged so far is on the disk. Raises the error of earlier work."""
-        self._writer.submit(partial(sync_file, self.metrics_file))
+        self._writer.submit(partial(sync_file, self.metrics_file))  # after all lines before it
         await self._writer.flush()
 
     def flush(self) -> None:
@@ -203,7 +203,7 @@ class RunFolder:
         ValueError if a file is shorter than it was, so that it was changed from outside.
         """
         self._writer.finish()
-        into = free_folder(self.path / CUT_OFF)
+        into = free_folder(self.path / CUT_OFF)  # named after the time
         cut_lines(self.metrics_file, lengths.get(METRICS, 0), into)
         cut_recordings(self.rollouts, lengths, into)
         self._recorded = last_steps(self.rollouts)
@@ -227,7 +227,7 @@ class RunFolder:
         For a new run that is refused before its first step. A folder that was there, and empty, is left so.
         """
         self._writer.finish()
-        for path in self.path.iterdir():
+        for path in self.path.iterdir():  # the folder itself may have been there before
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         _remove_empty(self._made)
 
@@ -260,7 +260,7 @@ class LoopEnd:
 
     def has_come(self) -> None:
         """Calls the methods, in order."""
-        methods, self._methods = self._methods, []
+        methods, self._methods = self._methods, []  # first, so that no method is called twice
         for weak in methods:
             if (method := weak()) is not None:
                 method()
@@ -292,7 +292,7 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     steps: dict[Path, int] = {}
     for file in directory.glob(f"step-*/{LOOP_FILE}"):
         loop = read_json(file)
-        if all((file.parent / name).is_dir() for name in loop["trainers"]):
+        if all((file.parent / name).is_dir() for name in loop["trainers"]):  # its ranks make these folders last
             steps[file.parent] = loop["step"]
     return sorted(steps, key=lambda path: steps[path])
 
@@ -315,7 +315,7 @@ def is_finished(run: Path) -> bool:
     if not (run / FINISHED_FILE).is_file():
         return False
     num_steps = read_json(run / CONFIG_FILE).get("num_steps")
-    return read_json(run / FINISHED_FILE).get("num_steps") == num_steps
+    return read_json(run / FINISHED_FILE).get("num_steps") == num_steps  # a run that was extended is not finished
 
 
 def is_running(run: Path) -> bool:
@@ -325,7 +325,7 @@ def is_running(run: Path) -> bool:
         locks = Path("/proc/locks").read_text(encoding="utf-8")
     except OSError:
         return False
-    return any(
+    return any(  # the kernel's list: FLOCK ADVISORY WRITE PID MAJOR:MINOR:INODE
         line.split()[1] == "FLOCK" and line.split()[5].rpartition(":")[2] == str(status.st_ino)
         for line in locks.splitlines()
         if "->" not in line  # one that waits
@@ -345,7 +345,7 @@ def set_aside(run: Path) -> None:
     """
     check_ended(run)
     if run.is_dir():
-        number = next(n for n in range(1, 1000) if not run.with_name(f"{run.name}.stopped-{n}").exists())
+        number = next(n for n in range(1, 1000) if not run.with_name(f"{run.name}.stopped-{n}").exists())  # a free name
         run.rename(run.with_name(f"{run.name}.stopped-{number}"))
 
 
@@ -371,5 +371,5 @@ def _check_free_to_use(path: Path, *, is_run: bool, resume: bool) -> None:
 def _remove_empty(folders: Sequence[Path]) -> None:
     """Removes the folders that are empty. Another run in the same place may have begun in the meantime."""
     for folder in folders:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # not empty, or gone
             folder.rmdir()

@@ -16,18 +16,18 @@ def locked_python(lock: Path) -> Path:
     Making it takes a minute or two. pip looks for packages, torch's CPU build among them, where its own configuration
     points. Raises CalledProcessError if it does not find them.
     """
-    pins = with_own_torch(lock, version("torch"))
-    checksum = hashlib.sha256(pins.encode()).hexdigest()[:12]
+    pins = with_own_torch(lock, version("torch"))  # torch must fit this machine
+    checksum = hashlib.sha256(pins.encode()).hexdigest()[:12]  # another lock makes another environment
     environment = cache_directory() / "environments" / f"{lock.stem}-{checksum}"
     python, stamp = environment / "bin" / "python", environment / "complete"
     if not stamp.exists():
         print(f"installing {lock.name} into {environment}, once", file=sys.stderr, flush=True)
-        shutil.rmtree(environment, ignore_errors=True)
+        shutil.rmtree(environment, ignore_errors=True)  # of an installation that was interrupted
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
         (environment / "pins.txt").write_text(pins)
         install = [python, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps"]
         subprocess.run([*install, "-r", environment / "pins.txt"], check=True)
-        stamp.touch()
+        stamp.touch()  # last: it says that all is there
     return python
 
 

@@ -92,20 +92,20 @@ class LoopConfig:
         )
         check_known("on_failure", self.on_failure, get_args(OnFailure))
         check_above_zero(restart_window_minutes=self.restart_window_minutes)
-        if not 0 <= self.seed <= MAX_RUN_SEED:
+        if not 0 <= self.seed <= MAX_RUN_SEED:  # seeds of rollouts follow from it by products
             raise ValueError(f"seed is {self.seed}; it must be from 0 to {MAX_RUN_SEED}")
         check_loggers(self.log)
         check_known("optimizer", self.optimizer, _OPTIMIZERS)
-        self.trainer.check_optimizer(self.optim(self.learning_rate))
+        self.trainer.check_optimizer(self.optim(self.learning_rate))  # an engine may lack this kind of step
         if self.lora is None and self.trainer.lora is not None:
             raise ValueError("trainer.lora is set and lora is None; set `lora`, which trainer and generator follow")
         if self.trainer.frozen:
             raise ValueError("trainer.frozen is True; a loop trains this trainer, so it must be False")
-        self._set("trainer", replace(self.trainer, lora=self.lora))
+        self._set("trainer", replace(self.trainer, lora=self.lora))  # both sides follow the one field
 
     def _set(self, name: str, value: object) -> None:
         """Sets a field of this frozen instance while it is made."""
-        object.__setattr__(self, name, value)
+        object.__setattr__(self, name, value)  # allowed while it is made
 
     def loop(self) -> Loop:
         """The loop that trains with this configuration. Each loop's configuration overrides it.
@@ -186,13 +186,13 @@ class RolloutLoopConfig(LoopConfig):
                 self._set(part.name, replace(value, placement=self.placement))
         if self.lora is not None:
             room = self.generator.lora or LoRALimits(max_rank=self.lora.rank)
-            room = replace(room, max_rank=max(room.max_rank, self.lora.rank))
+            room = replace(room, max_rank=max(room.max_rank, self.lora.rank))  # a generator with more room keeps it
             self._set("generator", replace(self.generator, lora=room))
         check_at_least(
             1, prompts_per_step=self.prompts_per_step, group_size=self.group_size, eval_samples=self.eval_samples
         )
         for name in self.held_out:
-            if not name.isidentifier():
+            if not name.isidentifier():  # it becomes a part of metric names
                 raise ValueError(f"held_out has {name!r}; a name must have letters, digits and underscores alone")
         if self.env_time_limit_s is not None:
             check_above_zero(env_time_limit_s=self.env_time_limit_s)
@@ -223,7 +223,7 @@ class GroupLoopConfig(RolloutLoopConfig):
     def __post_init__(self) -> None:
         """Raises ValueError as the base does."""
         RolloutLoopConfig.__post_init__(self)
-        check_at_least(2, group_size=self.group_size)
+        check_at_least(2, group_size=self.group_size)  # a lone rollout has nothing to be compared with
         check_known("advantage", self.advantage, all_advantages())
         get_loss(self.loss, self.loss_config).check_inputs(self.loss_inputs)
 

@@ -24,17 +24,17 @@ def metric_rows(file: Path) -> Iterator[Row]:
     Numbers that were not finite are NaN. Raises ValueError, naming the file and the line, for a line that is no row,
     and for a run of another schema.
     """
-    if not file.exists():
+    if not file.exists():  # a run that has not begun
         return
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if line.endswith(b"\n"):
+            if line.endswith(b"\n"):  # the last line may still be written
                 try:
                     row = dict[str, float | None](json.loads(line))
                 except (ValueError, TypeError) as error:
                     raise ValueError(f"{file}, line {number}, is damaged: {error}") from None
                 check_schema(row, file.parent)
-                row.pop("schema_version")
+                row.pop("schema_version")  # the same in each row
                 # The parser makes each name anew for each row, which would be most of a row's memory.
                 yield {sys.intern(name): math.nan if value is None else value for name, value in row.items()}
 
@@ -55,14 +55,14 @@ def thinned_metrics(file: Path, num_kept: int = 1000) -> list[Row]:
     warn of (not finite, skipped, or failures of the environment) and evaluations. Of a kind with more, every second,
     fourth, eighth ... is kept.
     """
-    kinds = {kind: _Thinned(2 * num_kept) for kind in ("step", "warned", "evaluation")}
+    kinds = {kind: _Thinned(2 * num_kept) for kind in ("step", "warned", "evaluation")}  # twice: thinning halves them
     last: deque[tuple[int, Row]] = deque(maxlen=_LAST)
     for numbered in enumerate(metric_rows(file)):
         kinds[_kind(numbered[1])].add(numbered)
         last.append(numbered)
     by_number = dict(last)
     for kind in kinds.values():
-        by_number |= kind.rows
+        by_number |= kind.rows  # the last rows are always there, at full density
     return [by_number[number] for number in sorted(by_number)]
 
 
@@ -76,10 +76,10 @@ class _Thinned:
         self._stride = 1
 
     def add(self, numbered: tuple[int, Row]) -> None:
-        if self._num_added % self._stride == 0:
+        if self._num_added % self._stride == 0:  # every `_stride`-th
             self.rows[numbered[0]] = numbered[1]
             if len(self.rows) > self._max_rows:
-                self.rows = dict([*self.rows.items()][::2])
+                self.rows = dict([*self.rows.items()][::2])  # every other one goes
                 self._stride *= 2
         self._num_added += 1
 

@@ -38,7 +38,7 @@ def resolve_model(name_or_path: str | Path, tell: Tell = _silent) -> Path:
     """
     name = str(name_or_path)
     directory = Path(name).expanduser()
-    if directory.is_dir():
+    if directory.is_dir():  # first: a directory may be named as a hub's model
         inspect_model(directory)
         return directory.absolute()
     if isinstance(name_or_path, str) and (on_hub := HubName.parse(name)) is not None:
@@ -50,7 +50,7 @@ def resolve_model(name_or_path: str | Path, tell: Tell = _silent) -> Path:
             f"model {name!r} is neither a local directory nor a known name{did_you_mean(name, _BUILDERS)}; "
             "a local directory of a language model works by its path, and one on the Hugging Face Hub as ORG/NAME"
         )
-    target = cache_directory() / "models" / name
+    target = cache_directory() / "models" / name  # known names are built, not fetched
     with _exclusive(target):
         if not target.is_dir():
             tell(f"converting {name}, once")
@@ -103,21 +103,21 @@ def _exclusive(target: Path) -> Generator[None]:
         raise ValueError(
             f"cannot write to the cache {target.parent}: {error.strerror}; OWNLOOP_CACHE names another directory"
         ) from error
-    with lock:
+    with lock:  # held by the process, so a crash frees it
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _build(target: Path, builder: Callable[[Path], None]) -> None:
     """Has `builder` fill a temporary directory, and renames that to `target` once it holds a complete model."""
-    for leftover in target.parent.glob(f".{target.name}.*"):
+    for leftover in target.parent.glob(f".{target.name}.*"):  # of a process that was killed
         shutil.rmtree(leftover)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         builder(partial)
         inspect_model(partial)
-        partial.chmod(0o755)
-        partial.rename(target)
+        partial.chmod(0o755)  # `mkdtemp` makes folders for this user alone
+        partial.rename(target)  # atomic: others see nothing or all of it
     except OSError as error:
         raise ValueError(f"cannot write the model to {target.parent}: {error.strerror or error}") from error
     finally:
@@ -157,7 +157,7 @@ def _build_smollm2(directory: Path) -> None:
     )
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(config)
-    model.load_state_dict(quantised.state_dict(), assign=True)
+    model.load_state_dict(quantised.state_dict(), assign=True)  # the same tensors, not copies
     model.tie_weights()
     model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(
@@ -167,7 +167,7 @@ def _build_smollm2(directory: Path) -> None:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(package, gguf_file=gguf)
     _split_digits(tokenizer)
-    tokenizer.model_max_length = config.max_position_embeddings
+    tokenizer.model_max_length = config.max_position_embeddings  # the file does not say
     tokenizer.save_pretrained(directory)
 
 
@@ -225,9 +225,9 @@ def fetch(model: HubName, tell: Callable[[str], None], *, quantised: bool = Fals
     """
     directory = _download(model, OTHER_PATTERNS, tell, left_out=_LEFT_OUT)
     check_architecture(directory, quantised=quantised)
-    pinned = HubName(repository=model.repository, revision=directory.name)
+    pinned = HubName(repository=model.repository, revision=directory.name)  # further files of the same commit
     _download(pinned, [SINGLE_FILE, f"{TEMPLATES_FOLDER}/*.jinja"], tell)
-    weights = (SINGLE_FILE,)
+    weights = (SINGLE_FILE,)  # most models are one file
     if not (directory / SINGLE_FILE).is_file():  # with an index, vLLM would load other files
         _download(pinned, [INDEX_FILE], tell)
         if (directory / INDEX_FILE).is_file():
@@ -308,9 +308,9 @@ def _progress(model: HubName, tell: Callable[[str], None]) -> Any:
         """The bar that `snapshot_download` updates; only the one that counts bytes on disk speaks."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._speaks = str(kwargs.get("desc", "")).startswith("Reconstructing")
+            self._speaks = str(kwargs.get("desc", "")).startswith("Reconstructing")  # files have bars of their own
             self._told = -1.0
-            super().__init__(*args, **{**kwargs, "file": io.StringIO()})
+            super().__init__(*args, **{**kwargs, "file": io.StringIO()})  # draws into nothing
 
         def display(self, *args: Any, **kwargs: Any) -> Any:
             """In place of drawing."""

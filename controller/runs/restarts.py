@@ -45,12 +45,12 @@ async def _until_the_end(
             if not limit.allows_another():
                 console.warn(f"the run is not restarted again: {limit}")
                 raise
-            traceback.print_exc()
+            traceback.print_exc()  # into the log: the console has one line
             console.warn(f"{error.mesh} failed: {error.reason}")
             console.phase(f"restarting after the newest checkpoint ({limit})")
         finally:
-            folder.loop_end.has_come()
-        folder.begin_again()
+            folder.loop_end.has_come()  # before the processes of the next try start
+        folder.begin_again()  # also after the end: nothing reads it then
 
 
 class RestartLimit:
@@ -70,7 +70,7 @@ class RestartLimit:
     def allows_another(self) -> bool:
         """Whether the run may be restarted now; if so, the restart is counted."""
         now = self._clock()
-        while self._restarts and self._restarts[0] <= now - 60 * self._window_minutes:
+        while self._restarts and self._restarts[0] <= now - 60 * self._window_minutes:  # outside the window
             self._restarts.popleft()
         if len(self._restarts) >= self._at_most:
             return False

@@ -226,7 +226,7 @@ def unloaded_whole(path: str) -> str:
 def _options(batch: TrainingBatch) -> Mapping[str, Any]:
     """The loss's options, as `Trainer.forward_backward` takes them."""
     shared = {name: getattr(batch.loss.shared, name) for name in batch.loss.takes}
-    return {**batch.loss.options, **shared}  # those that the loss accepts; others would be refused
+    return {**batch.loss.options, **shared}  # only what the loss accepts; others would be refused
 
 
 def _evaluate(batch: TrainingBatch, output: ForwardBackwardOutput) -> Mapping[str, float]:

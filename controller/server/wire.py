@@ -287,7 +287,7 @@ def _read_tokens(field: str, message: messages.Datum, read_image: ReadImage | No
     for chunk in message.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind == "encoded_text":
-            # int32 on the wire, whatever the dtype of the targets
+            # int32 on the wire; targets are int64
             chunks.append(_from_bytes(field, chunk.encoded_text.tokens, np.int32).tolist())
         elif kind == "image" and read_image is not None:
             if chunk.image.HasField("override_dimensions"):

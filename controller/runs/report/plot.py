@@ -38,7 +38,7 @@ class CurveDrawer:
         self.seconds_between = seconds_between
         self._folder = folder
         self._curves: dict[str, str] = {}
-        self._drawn_at = -math.inf
+        self._drawn_at = -math.inf  # the first evaluation is drawn at once
 
     def resume(self, last_step: int) -> None:
         """Nothing was drawn yet."""
@@ -59,11 +59,12 @@ class CurveDrawer:
 
     def _draw(self) -> None:
         folder = self._folder.path
+        # nothing to draw without an evaluation
         metrics = thinned_metrics(self._folder.metrics_file) if self._curves else []
         for name, training in [*self._curves.items()]:
             try:
                 plot_curve(metrics, folder / f"{name}.png", folder.name, name=name, training=training)
-            except OSError as error:
+            except OSError as error:  # of the disk; any other error is a fault here
                 raise RecordingError(folder / f"{name}.png", error) from error
         hand_back_garbage()  # a drawing of matplotlib is megabytes of cycles
 
@@ -85,7 +86,7 @@ def plot_curve(
     trained = columns(metrics, "step", training)
     if trained.size:
         steps, mean = trained
-        window = max(1, min(len(steps) // 4, 5))
+        window = max(1, min(len(steps) // 4, 5))  # no mean in a run of a few steps
         alpha = 0.45 if window > 1 else 1.0
         axes.plot(steps, mean, "o", color=_TRAIN, markersize=4, alpha=alpha, markeredgewidth=0, label="training step")
         if window > 1:
@@ -97,14 +98,14 @@ def plot_curve(
         axes.errorbar(
             steps,
             mean,
-            yerr=np.clip([mean - low, high - mean], 0, None),
+            yerr=np.clip([mean - low, high - mean], 0, None),  # an interval may leave its mean out by rounding
             fmt="s-",
             color=_EVAL,
             markersize=5,
             linewidth=1.2,
             capsize=3,
             label="held-out, 95 % interval",
-            zorder=3,
+            zorder=3,  # above the training's points
         )
     style(axes, title, name.replace("_", " "))
     if trained.size or eval_data.size:
@@ -116,6 +117,7 @@ def _new_figure() -> "tuple[Figure, Axes]":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    # not of pyplot, which keeps every figure it has made
     figure = Figure(figsize=(7.2, 4.2), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
@@ -138,7 +140,10 @@ def style(axes: "Axes", title: str, label: str) -> None:
 def columns(metrics: Sequence[Mapping[str, float]], *names: str) -> NDArray[np.float64]:
     """[len(names), rows]: the columns `names` of the rows in which all of them are finite."""
     rows = [
-        [row[name] for name in names] for row in metrics if all(np.isfinite(row.get(name, np.nan)) for name in names)
+        # a row of another kind lacks some of them
+        [row[name] for name in names]
+        for row in metrics
+        if all(np.isfinite(row.get(name, np.nan)) for name in names)
     ]
     return np.array(rows, dtype=np.float64).T
 
@@ -146,6 +151,7 @@ def columns(metrics: Sequence[Mapping[str, float]], *names: str) -> NDArray[np.f
 def _moving_average(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
     """[N] mean of the `window` values around each value; near the ends, of fewer values."""
     kernel = np.ones(window)
+    # divided by what the window covers, so ends are not pulled to 0
     return np.convolve(values, kernel, "same") / np.convolve(np.ones_like(values), kernel, "same")
 
 
@@ -169,7 +175,7 @@ def plot_comparison(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]
 
 def _draw_runs(axes: "Axes", label: str, runs: Sequence[Sequence[Mapping[str, float]]], colour: str) -> None:
     """Draws the runs of one configuration."""
-    found = [columns(rows, "step", "eval_reward") for rows in runs]
+    found = [columns(rows, "step", "eval_reward") for rows in runs]  # a run without evaluations has no curve
     evaluated = [dict(zip(*run.tolist(), strict=True)) for run in found if run.size]
     several = len(evaluated) > 1
     for number, run in enumerate(evaluated):
@@ -179,12 +185,14 @@ def _draw_runs(axes: "Axes", label: str, runs: Sequence[Sequence[Mapping[str, fl
         )
     if not several:
         return
+    # a mean over runs needs steps that all of them have
     steps = sorted(set.intersection(*(set(run) for run in evaluated)))
     if not steps:  # the runs were evaluated at different steps
         axes.plot([], [], "-", color=colour, label=label)
         return
     rewards = np.array([[run[step] for step in steps] for run in evaluated])  # [runs, steps]
     mean = rewards.mean(axis=0)
+    # half the width of the 95 % interval of a mean of few runs
     reach = t_quantile(0.975, len(evaluated) - 1) * rewards.std(axis=0, ddof=1) / np.sqrt(len(evaluated))
     axes.fill_between(steps, mean - reach, mean + reach, color=colour, alpha=0.15, linewidth=0)
     axes.plot(steps, mean, "s-", color=colour, linewidth=2.0, markersize=4, label=label, zorder=9)

@@ -56,7 +56,7 @@ def check_engine(name: str, layouts: Sequence[str], scratch: Path, report: Repor
     Raises ValueError if there is no such engine or layout, or if the engine cannot run here.
     """
     chosen = {text: parse_layout(text) for text in layouts}
-    build = builder(name)
+    build = builder(name)  # unknown names fail before a model is written
     engine = "torchtitan" if ":" in name else name  # a class is built directly, and need not look at its name
     outcomes: list[Outcome] = []
 
@@ -67,9 +67,10 @@ def check_engine(name: str, layouts: Sequence[str], scratch: Path, report: Repor
     models = {"one rank, tied": tiny_llama(scratch / "tied"), "one rank": tiny_qwen3(scratch / "untied", tied=False)}
     for subject, model in models.items():
         config = TrainerConfig(model=model, engine=engine, compute_dtype="float32")
-        if build is load_engine:
+        if build is load_engine:  # an engine of the tree says early what it cannot do
             check_model(config)  # raises what every check would fail with, such as a package that is not installed
         _check_one_rank(subject, partial(build, config), model, scratch / model.name / "files", note)
+    # 50: several micro-batches of what the tests send
     one = TrainerConfig(model=models["one rank"], engine=engine, compute_dtype="float32", max_tokens_per_microbatch=50)
     for text, layout in chosen.items():
         _check_layout(text, build, replace(one, **layout), one, scratch / text, note)
@@ -81,7 +82,7 @@ def builder(name: str) -> Build:
     if ":" not in name:
         find_engine(name)
         return load_engine
-    see_working_directory()
+    see_working_directory()  # a class of the user's own folder
     _engine_class(name)
     return partial(_build_class, name)
 
@@ -117,15 +118,16 @@ def _check_layout(
         many = run_layout(_script_or_refusal, build, config, scratch / "many")
     except (ValueError, ProcessRaisedException) as error:
         outcome: Outcome = "refused" if isinstance(error, ValueError) else "failed"
+        # the last line of a process's error is its message
         report(Finding(subject, "start", outcome, str(error).strip().splitlines()[-1]))
         return
-    if _REFUSED in many:
+    if _REFUSED in many:  # only the ranks of an engine could know
         report(Finding(subject, "start", "refused", many[_REFUSED]))
         return
     results = LayoutResults(
         config, many, run_layout(layout_script, build, one, scratch / "one"), scratch / "many", build
     )
-    for name, check in LAYOUT_CHECKS.items():
+    for name, check in LAYOUT_CHECKS.items():  # the layout's results are shared: starting ranks takes seconds
         report(_finding(subject, name, partial(check, results)))
 
 
@@ -135,13 +137,14 @@ def _script_or_refusal(build: Build, config: TrainerConfig, rank: int, directory
         engine = build(config)
     except ValueError as error:
         return {_REFUSED: str(error)}
-    return layout_script(lambda _: engine, config, rank, directory)
+    return layout_script(lambda _: engine, config, rank, directory)  # the engine exists, and the script makes no other
 
 
 def _finding(subject: str, name: str, check: Callable[[], str]) -> Finding:
     try:
         return Finding(subject, name, "passed", check())
     except AssertionError as error:
+        # an assertion without a message says where it stands
         return Finding(subject, name, "failed", str(error) or traceback.format_exc().splitlines()[-2].strip())
     except Exception as error:  # any exception of a stranger's engine is a finding
         return Finding(subject, name, "failed", f"{type(error).__name__}: {error}")

@@ -47,7 +47,7 @@ def plan(config: TrainerConfig, batch: list[Datum]) -> BatchPlan:
         batch,
         num_ranks=config.num_data_parallel_ranks,
         max_tokens_per_microbatch=config.max_tokens_per_microbatch,
-        share_prefixes=True,
+        share_prefixes=True,  # as in every run
     )
 
 
@@ -61,8 +61,9 @@ def spawn(num_ranks: int, body: Callable[..., None], *args: Any, timeout_s: floa
     longer than `timeout_s` seconds. In both cases every rank has ended.
     """
     with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
+        server.bind(("127.0.0.1", 0))  # a free port, which the ranks then bind
         port = server.getsockname()[1]
+    # CUDA cannot be used in a forked process
     method = "spawn" if torch.cuda.is_available() else preloaded_forkserver().get_start_method()
     ranks = torch.multiprocessing.start_processes(
         _rank_main, (num_ranks, port, body, args), nprocs=num_ranks, join=False, start_method=method
@@ -70,11 +71,11 @@ def spawn(num_ranks: int, body: Callable[..., None], *args: Any, timeout_s: floa
     assert ranks is not None
     processes: list[BaseProcess] = ranks.processes  # pyright: ignore[reportAssignmentType]  # torch says None
     deadline = time.monotonic() + timeout_s
-    while not ranks.join(timeout=1):
+    while not ranks.join(timeout=1):  # a rank that fails ends the others here
         if time.monotonic() > deadline:
             for process in processes:
                 process.kill()
-                process.join()
+                process.join()  # no zombie
             raise TimeoutError(f"{num_ranks} ranks took longer than {timeout_s:g} s and were ended")
 
 
@@ -95,26 +96,28 @@ def _rank_main(rank: int, num_ranks: int, port: int, body: Callable[..., None], 
     )
     faulthandler.enable()  # a rank that native code kills says where it was
     gc.freeze()  # all that the server imported, which the collector would walk, and so copy, in every rank
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # ranks share the cores
     body(rank, *args)
     if dist.is_initialized():  # an engine that refuses the layout has not connected its ranks
-        dist.barrier()
+        dist.barrier()  # no rank ends while another waits for it
         dist.destroy_process_group()
 
 
 def whole(engine: Engine, *, gradients: bool = False) -> dict[str, Tensor]:
     """All parameters, or their gradients, by name: gathered from all ranks and unsharded, on every rank."""
+    # gradients may be None on other stages
     mine = {name: p.grad if gradients else p for name, p in engine.hf_parameters()}
     gathered = {name: full(tensor) for name, tensor in mine.items() if tensor is not None}
     if not dist.is_initialized():
         return gathered
     ranks: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(ranks, gathered)
+    dist.all_gather_object(ranks, gathered)  # a pipeline's ranks hold different parameters
     return {name: tensor for rank in ranks for name, tensor in rank.items()}
 
 
 def full(tensor: Tensor) -> Tensor:
     """A copy of a tensor in the host's memory, unsharded if it was sharded."""
+    # a copy: the engine may change it in place
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().to("cpu", copy=True)
 
 

@@ -48,20 +48,22 @@ def random_groups(
     """
     rng = np.random.default_rng(seed)
     batch: list[Datum] = []
-    start = rng.integers(0, VOCAB_SIZE, opening)
+    start = rng.integers(0, VOCAB_SIZE, opening)  # an opening that all datums share
     for own_length, completion_lengths in sizes:
+        # a prompt that the datums of a group share
         prompt = np.concatenate([start, rng.integers(0, VOCAB_SIZE, own_length)])
         prompt_length = len(prompt)
         for length in completion_lengths:
             tokens = np.concatenate([prompt, rng.integers(0, num_words, length)])
             inputs: dict[str, NDArray[np.int64] | NDArray[np.float32]] = {
                 "target_tokens": tokens[1:],
+                # the first target of a completion is at the prompt's last position
                 "weights": np.where(np.arange(len(tokens) - 1) >= prompt_length - 1, 1, unscored).astype(np.float32),
                 "logprobs": rng.normal(-4.0, 0.5, len(tokens) - 1).astype(np.float32),
                 "advantages": rng.normal(size=len(tokens) - 1).astype(np.float32),
             }
             batch.append(Datum(tokens=tokens[:-1], loss_inputs=inputs))
-    return [batch[i] for i in rng.permutation(len(batch))]
+    return [batch[i] for i in rng.permutation(len(batch))]  # in no order that a packer could rely on
 
 
 def sampled_otherwise(batch: Sequence[Datum]) -> list[Datum]:
@@ -74,9 +76,11 @@ def sampled_otherwise(batch: Sequence[Datum]) -> list[Datum]:
     def kept(datum: Datum) -> KeptSets:
         cut = [np.flatnonzero(rng.random(VOCAB_SIZE) < rng.random()) for _ in datum.tokens[1:]]
         pairs = zip(cut, datum.loss_inputs["target_tokens"][1:], strict=True)
+        # the target itself is always kept; the first position has no cut
         return KeptSets.of([[], *(np.union1d(words, [target]) for words, target in pairs)])
 
     return [
+        # every third datum is of all words
         replace(datum, temperature=(0.6, 1.0, 1.7)[i % 3], kept=kept(datum) if i % 3 else None)
         for i, datum in enumerate(batch)
     ]
@@ -91,6 +95,7 @@ def routed(batch: Sequence[Datum], experts: tuple[int, int, int] | None) -> list
         return list(batch)
     num_layers, per_token, num_experts = experts
     longest = max(len(datum.tokens) for datum in batch)
+    # different experts for each token, all equally likely
     order = np.random.default_rng(0).random((longest, num_layers, num_experts)).argsort(-1)
     routes = order[..., :per_token].astype(np.uint8)
     return [replace(datum, routes=routes[: len(datum.tokens)]) for datum in batch]
@@ -100,6 +105,7 @@ class ReferencePolicy:
     """A transformers model in float32 and the loop that anyone would write around it."""
 
     def __init__(self, path: Path) -> None:
+        # eager: no kernel of another implementation
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         self._stored = stored_shapes(path).keys()
 
@@ -109,6 +115,7 @@ class ReferencePolicy:
             if datum.routes is not None:
                 for layer, experts in zip(self.model.model.layers, np.moveaxis(datum.routes, 1, 0), strict=True):
                     ids = torch.from_numpy(experts.astype(np.int64))
+                    # families name it differently
                     router = layer.mlp.router if hasattr(layer.mlp, "router") else layer.mlp.gate
                     hooks.enter_context(router.register_forward_hook(partial(_replay, ids)))
             return self.model(torch.from_numpy(datum.tokens)[None]).logits[0]
@@ -116,20 +123,21 @@ class ReferencePolicy:
     def logprobs(self, datum: Datum) -> Tensor:
         """[T] of the target tokens, scored or not."""
         targets = torch.from_numpy(datum.loss_inputs["target_tokens"])
-        return self._distributions(datum).gather(1, targets[:, None])[:, 0]
+        return self._distributions(datum).gather(1, targets[:, None])[:, 0]  # of every position, also of unscored ones
 
     def entropy(self, datum: Datum) -> Tensor:
         """[T]"""
         logprobs = self._distributions(datum)
-        return -(logprobs.exp() * logprobs).sum(-1)
+        return -(logprobs.exp() * logprobs).sum(-1)  # by the definition
 
     def _distributions(self, datum: Datum) -> Tensor:
         """[T, V] log-probs at the datum's temperature, of kept words; finite and below all others for words cut off."""
         logits = self.logits(datum) / datum.temperature
         if datum.kept is not None:
+            # counts of 0 mean that nothing was cut
             cut_off = torch.from_numpy(np.repeat(datum.kept.counts > 0, logits.shape[1])).view_as(logits)
             cut_off[np.repeat(np.arange(len(logits)), datum.kept.counts), datum.kept.ids.astype(np.int64)] = False
-            logits = logits.masked_fill(cut_off, -1e9)
+            logits = logits.masked_fill(cut_off, -1e9)  # finite, so that its product with probability 0 is 0
         return torch.log_softmax(logits, -1)
 
     def backward(self, batch: Sequence[Datum], token_loss: TokenLoss) -> float:
@@ -137,6 +145,7 @@ class ReferencePolicy:
         total = 0.0
         for datum in batch:
             inputs = {name: torch.from_numpy(array) for name, array in datum.loss_inputs.items()}
+            # weighted here, by the datum
             loss = (token_loss(self.logprobs(datum), inputs) * torch.from_numpy(datum.weights)).sum()
             loss.backward()
             total += loss.item()
@@ -144,6 +153,7 @@ class ReferencePolicy:
 
     def gradients(self) -> dict[str, Tensor]:
         """By Hugging Face name."""
+        # a frozen parameter has none
         grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         return by_stored_name(grads, self._stored)
 
@@ -156,6 +166,7 @@ def _replay(ids: Tensor, router: Any, _inputs: Any, output: tuple[Tensor, Tensor
     """A router's output with the experts `ids` [T, k] in the place of its own."""
     logits = output[0]
     weights = logits.softmax(-1).gather(1, ids)
+    # as most mixtures normalise the scores of chosen experts
     return logits, weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights, ids
 
 
@@ -163,7 +174,7 @@ def by_stored_name(tensors: Mapping[str, Tensor], names: Collection[str]) -> dic
     """Views by the `names` in a checkpoint; in memory transformers fuses the weights of experts."""
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        layer, experts, projection = name.partition(".experts.")
+        layer, experts, projection = name.partition(".experts.")  # fused experts lie in one tensor
         if not experts or name in names:
             stored[name] = tensor
             continue
@@ -191,14 +202,14 @@ def published(version: int, parameters: Iterable[tuple[str, Tensor]]) -> dict[st
     A collective.
     """
     store = LocalStore()
-    publisher = WeightPublisher(torch.float32, "shared_memory", store=store)
+    publisher = WeightPublisher(torch.float32, "shared_memory", store=store)  # no TorchStore: a dictionary does
     asyncio.run(publisher.publish(version, parameters))
-    if not store.values:
+    if not store.values:  # another rank has published
         return {}
     record = asyncio.run(living_versions(store))[-1]
     buffer = WeightBuffer.open(record.location)
     with buffer.reading(record):
-        buffer.check_checksums(record)
+        buffer.check_checksums(record)  # the sender's own checksums
         return {spec.name: buffer.tensor(spec).clone() for spec in record.manifest}
 
 
@@ -227,7 +238,7 @@ class ContractError(AssertionError):
 
 def require(condition: bool, message: str) -> None:
     """Raises ContractError with the message unless the condition holds."""
-    if not condition:
+    if not condition:  # its own error: an assertion can be switched off
         raise ContractError(message)
 
 
@@ -246,7 +257,7 @@ def require_close(what: str, actual: Mapping[str, Tensor], expected: Mapping[str
     require_names(what, actual, expected)
     errors = {name: _error(actual[name], expected[name]) for name in expected}
     name = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))  # NaN is the worst
-    if not errors[name] <= tolerance:
+    if not errors[name] <= tolerance:  # also false for NaN
         raise ContractError(f"{what}: {name} differs by {errors[name]:.1e}; at most {tolerance:.0e} is accepted")
     return errors[name]
 
@@ -265,7 +276,7 @@ def require_names(what: str, actual: Mapping[str, Tensor], expected: Mapping[str
         raise ContractError(f"{what}: missing are {missing[:3] or 'none'}, not expected are {surplus[:3] or 'none'}")
     for name, tensor in expected.items():
         if actual[name].shape != tensor.shape:
-            raise ContractError(
+            raise ContractError(  # shapes by name, because values would broadcast
                 f"{what}: {name} has shape {tuple(actual[name].shape)} instead of {tuple(tensor.shape)}"
             )
 

@@ -54,10 +54,10 @@ class LayoutResults:
 def run_layout(script: Script, build: Build, config: TrainerConfig, directory: Path) -> dict[str, Any]:
     """Results of the script on rank 0 of a layout; with one rank, it runs in this process."""
     directory.mkdir(parents=True, exist_ok=True)
-    if config.num_ranks == 1:
+    if config.num_ranks == 1:  # one rank needs no process
         return script(build, config, 0, directory)
     spawn(config.num_ranks, _save_results, script, build, config, directory)
-    return torch.load(directory / "results.pt", weights_only=False)
+    return torch.load(directory / "results.pt", weights_only=False)  # only rank 0 has written them
 
 
 def layout_script(build: Build, config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
@@ -114,6 +114,7 @@ def layout_script(build: Build, config: TrainerConfig, rank: int, directory: Pat
 
 def _otherwise(batch: list[Datum], config: TrainerConfig) -> list[Datum]:
     """The datums as if sampled at other temperatures, from other words and, if the engine replays them, experts."""
+    # only an engine that replays routes takes them
     experts = experts_of(read_config(config.model)) if find_engine(config.engine).replays_routes else None
     return routed(sampled_otherwise(batch), experts)
 
@@ -129,7 +130,7 @@ def _gradients(engine: Engine, microbatches: Sequence[Sequence[Datum]]) -> dict[
 def fail_on_the_longest(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> object:
     """A loss that raises on the rank with the longest datum only."""
     del entropy, inputs
-    if len(logprobs) >= 40 * 2 // 3:
+    if len(logprobs) >= 40 * 2 // 3:  # two thirds of the longest are scored
         raise ArithmeticError("the longest datum is here")
     return -logprobs.sum(), {}
 
@@ -144,7 +145,9 @@ def check_failure(results: LayoutResults) -> str:
     """A loss that raises on one rank raises on all and changes nothing."""
     raised = results.many.get("error", "nothing")
     expected = "longest datum" in raised or "RankFailureError" in raised
+    # a rank that only saw another one fail says so
     require(expected, f"rank 0 raised {raised} when the loss of one rank raised")
+    # 0.0: to the last bit
     require_close("gradients", results.many["gradients_after_error"], results.many["gradients"], 0.0)
     return "gradient as it was"
 
@@ -169,7 +172,7 @@ def check_checkpoint(results: LayoutResults) -> str:
     many = results.many
     require(many["loaded_version"] == 3, f"load_checkpoint returned version {many['loaded_version']}; 3 is expected")
     require_close("loaded parameters", many["loaded"], many["parameters"], 0.0)
-    one = TrainerConfig(
+    one = TrainerConfig(  # resharded: saved by many, loaded by one
         model=results.config.model, engine=results.config.engine, compute_dtype="float32", lora=results.config.lora
     )
     engine = results.build(one)
@@ -190,6 +193,7 @@ def check_forward(results: LayoutResults) -> str:
     """A forward pass after a step uses the new parameters, which the export holds."""
     config, batch = results.config, random_batch(LENGTHS)
     exported = ReferencePolicy(results.directory / "export")
+    # this rank's share of the batch, in its order
     mine = [i for microbatch in plan(config, batch).microbatches[0] for i in microbatch]
     output, worst = results.many["forward"], 0.0
     for k, i in enumerate(mine):
@@ -198,6 +202,7 @@ def check_forward(results: LayoutResults) -> str:
             expected = exported.logprobs(batch[i]).numpy(), exported.entropy(batch[i]).numpy()
         for actual, theirs in zip((output.logprobs[k], output.entropy[k]), expected, strict=True):
             worst = max(worst, float(np.abs(actual - np.where(scored, theirs, 0)).max()))
+    # looser: three steps have moved the weights apart
     require(worst <= 1e-4, f"log-probs or entropies differ by {worst:.1e} from the exported model's")
     return f"within {worst:.0e} of the export's"
 
@@ -231,6 +236,7 @@ def close_after_steps(results: LayoutResults, what: str) -> float:
     kept: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     num_left_out = 0
     for name, gradient in one["gradients"].items():
+        # AdamW's first step has the size of its sign alone
         rounding = (gradient != 0) & (gradient.abs() < 1e-5 * gradient.square().mean().sqrt())
         num_left_out += int(rounding.sum())
         for tensors, of_layout in zip(kept, (many, one), strict=True):

@@ -36,15 +36,16 @@ class MegatronEngine(TorchEngine):
         """Builds and loads the model. Raises ValueError for a model or a layout that cannot be trained."""
         decoder = read_decoder_config(config.model)
         device = choose_device()
-        torch.manual_seed(config.seed)
-        init_process_group(config, device, alone=True)
+        torch.manual_seed(config.seed)  # for a value head, which no file has
+        init_process_group(config, device, alone=True)  # Megatron-core needs a process group even for one rank
         groups = make_groups(config, device)
         stages, named = build_model(config, decoder, groups, device)
+        # a replica's masters are whole on each of its ranks
         sharded = config.data_parallel_replicate == 1 and dist.get_world_size(groups.data) > 1
         self._masters = ShardedMasters(named, groups) if sharded else MasterSlices(named, groups)
-        with torch.no_grad():
+        with torch.no_grad():  # into the masters, which are float32
             load_hf_weights(dict(by_name(self._masters)), config.model)
-        self._masters.refresh()
+        self._masters.refresh()  # the compute copies follow
         scorer = RowScorer(stages[0], config, groups.context, device)
         super().__init__(
             config,
@@ -65,7 +66,7 @@ class MegatronEngine(TorchEngine):
 
     @property
     def shares_prefixes(self) -> bool:
-        return self._device.type == "cpu"
+        return self._device.type == "cpu"  # kernels for GPUs compute documents apart
 
     def _pack_row(self, microbatch: Microbatch) -> PackedRow:
         shares = self.shares_prefixes
@@ -87,6 +88,7 @@ class RowScorer:
         self._stage = stage
         self._context = context
         self._num_shards, self._head_dtype = config.context_parallel, config.head_dtype
+        # two chunks a rank balance causal attention
         self._row_multiple = config.num_token_shards * (1 if self._num_shards == 1 else 2 * self._num_shards)
         self._device = device
 
@@ -99,7 +101,7 @@ class RowScorer:
 
     def inputs(self, row: PackedRow, *, entropy: bool) -> tuple[StageInputs, RowShard | None]:
         """Returns what every stage takes, and this rank's shard of the row under context parallelism."""
-        row = pad_row(row, self._row_multiple)
+        row = pad_row(row, self._row_multiple)  # so that all shards have equal lengths
         tokens, positions = to_tensor(row.tokens, self._device), to_tensor(row.positions, self._device)
         scored = to_tensor(row.scored, self._device)
         targets = to_tensor(row.targets, self._device)
@@ -108,12 +110,14 @@ class RowScorer:
         if self._num_shards == 1:
             plan = plan_documents(row.documents, self._device)
         else:
+            # positions of this rank, from both ends of the row
             shard = shard_row(len(tokens), scored, dist.get_rank(self._context), self._num_shards)
             plan = plan_shard(row.documents, shard, self._context)
             tokens, positions = tokens[shard.rows], positions[shard.rows]
             scored, targets, distribution = shard.scored, targets[shard.where], distribution.at(shard.where)
         others: dict[str, Any] = {
             "positions": positions[None],
+            # experts of the same positions
             "plan": with_routes(plan, row, self._device, slice(None) if shard is None else shard.rows),
             "scored": scored,
             "targets": targets,

@@ -73,7 +73,7 @@ class RankGroups:
 
         It knows of no context parallelism, which `layers.RowAttention` alone does.
         """
-        alone = _adjacent(self.mesh.device_type, self.mesh.size(), 1, 1)
+        alone = _adjacent(self.mesh.device_type, self.mesh.size(), 1, 1)  # a group of one rank
         return core_api.ProcessGroupCollection(
             tp=self.tensor,
             cp=alone,
@@ -86,7 +86,7 @@ class RankGroups:
             expt_tp=alone,
             expt_dp=self.expert_data,
             tp_ep=self.expert,
-            embd=None,
+            embd=None,  # one stage holds the tied embedding, so no group joins two
             pos_embd=None,
         )
 
@@ -95,12 +95,17 @@ def make_groups(config: TrainerConfig, device: torch.device) -> RankGroups:
     """Makes this rank's groups. A collective."""
     stages, tensor, expert = config.pipeline_parallel, config.tensor_parallel, config.expert_parallel
     data = config.num_data_parallel_ranks * config.context_parallel
+    # tensor ranks are neighbours: they talk most
     ranks = torch.arange(stages * data * tensor).view(stages, data, tensor).transpose(1, 2)
     return RankGroups(
+        # of the data ranks, those that share rows
         DeviceMesh(device.type, ranks, mesh_dim_names=("pipeline", "tensor", "data")),
         _adjacent(device.type, config.num_ranks, config.context_parallel, tensor),
         init_device_mesh(
-            device.type, (stages, data * tensor // expert, expert), mesh_dim_names=("pipeline", "expert_data", "expert")
+            # experts spread over data and tensor ranks alike
+            device.type,
+            (stages, data * tensor // expert, expert),
+            mesh_dim_names=("pipeline", "expert_data", "expert"),
         ),
     )
 

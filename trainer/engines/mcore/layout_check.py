@@ -43,7 +43,7 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
     decoder = parse_decoder_config(hf_config)
     _check_options(config)
     check_engine_args(config.engine_args)
-    _check_degrees(config)
+    _check_degrees(config)  # fork's options are checked by name alone
     _check_tensor_parallel(config, decoder)
     _check_experts(config, decoder)
     _check_stages(config, decoder)
@@ -57,7 +57,7 @@ def _check_options(config: TrainerConfig) -> None:
         ("activation_checkpointing", ("none", "full")),
     ):
         if getattr(config, name) not in accepted:
-            choices = " or ".join(map(repr, accepted))
+            choices = " or ".join(map(repr, accepted))  # what a user could have written
             raise ValueError(
                 f"TrainerConfig.{name} is {getattr(config, name)!r}; with engine 'megatron' it must be {choices}. The "
                 "engine 'torchtitan' has it"
@@ -77,11 +77,13 @@ def _check_tensor_parallel(config: TrainerConfig, decoder: DecoderConfig) -> Non
     tensor_parallel = config.tensor_parallel
     if tensor_parallel == 1:
         return
+    # what tensor parallelism divides
     sizes = {name: getattr(decoder, name) for name in ("num_heads", "num_kv_heads", "vocab_size")}
     if decoder.moe is None:
         sizes["hidden_dim"] = decoder.hidden_dim
     for name, size in sizes.items():
         if size % tensor_parallel:
+            # all that would work, so that the next try does
             divisors = [n for n in range(1, decoder.num_kv_heads + 1) if all(s % n == 0 for s in sizes.values())]
             raise ValueError(
                 f"TrainerConfig.tensor_parallel is {tensor_parallel}, which does not divide the model's {name} "
@@ -102,6 +104,7 @@ def _check_experts(config: TrainerConfig, decoder: DecoderConfig) -> None:
         raise ValueError(
             f"TrainerConfig.expert_parallel is {expert_parallel}; this model has no experts, so it must be 1"
         )
+    # experts take the place of other parallelism
     sharing = config.num_data_parallel_ranks * config.context_parallel * config.tensor_parallel
     num_experts = decoder.moe.num_experts
     if sharing % expert_parallel or num_experts % expert_parallel:
@@ -157,6 +160,7 @@ def _check_provider(value: object) -> None:
 
 def _option_names() -> list[str]:
     """The fields of `TransformerConfig`, read from its source; none if Megatron-core is not installed."""
+    # find_spec of a submodule would import its parent
     if importlib.util.find_spec("megatron") is None or (spec := importlib.util.find_spec("megatron.core")) is None:
         return []
     assert spec.origin is not None
@@ -165,6 +169,7 @@ def _option_names() -> list[str]:
         ("model_parallel_config.py", "ModelParallelConfig"),
         ("transformer/transformer_config.py", "TransformerConfig"),
     ):
+        # parsed and not imported: the import takes seconds
         body = ast.parse((Path(spec.origin).parent / file).read_text()).body
         found = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == class_name)
         names += [
