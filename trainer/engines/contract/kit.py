@@ -67,7 +67,7 @@ def check_engine(name: str, layouts: Sequence[str], scratch: Path, report: Repor
     models = {"one rank, tied": tiny_llama(scratch / "tied"), "one rank": tiny_qwen3(scratch / "untied", tied=False)}
     for subject, model in models.items():
         config = TrainerConfig(model=model, engine=engine, compute_dtype="float32")
-        if build is load_engine:  # an engine of the tree says early what it cannot do
+        if build is load_engine:  # the layout check of an engine of the tree
             check_model(config)  # raises what every check would fail with, such as a package that is not installed
         _check_one_rank(subject, partial(build, config), model, scratch / model.name / "files", note)
     # 50: several micro-batches of what the tests send
