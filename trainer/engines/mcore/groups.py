@@ -98,7 +98,7 @@ def make_groups(config: TrainerConfig, device: torch.device) -> RankGroups:
     # tensor ranks are neighbours: they talk most
     ranks = torch.arange(stages * data * tensor).view(stages, data, tensor).transpose(1, 2)
     return RankGroups(
-        # of the data ranks, those that share rows
+        # the data ranks that share rows
         DeviceMesh(device.type, ranks, mesh_dim_names=("pipeline", "tensor", "data")),
         _adjacent(device.type, config.num_ranks, config.context_parallel, tensor),
         init_device_mesh(
