@@ -178,8 +178,9 @@ class TrainerConfig(LayoutConfig):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainerConfig.{name} is {getattr(self, name)}; it must be at least 1")
         check_gpus("TrainerConfig", self.gpus, self.num_ranks)
-        if self.profile_steps and not re.fullmatch(r"[1-9]\d*:[1-9]\d*", self.profile_steps):
-            raise ValueError(f"TrainerConfig.profile_steps is {self.profile_steps!r}; it must be two steps, as 3:5")
+        steps = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.profile_steps)
+        if self.profile_steps and (steps is None or int(steps[1]) > int(steps[2])):
+            raise ValueError(f"TrainerConfig.profile_steps is {self.profile_steps!r}; it must be FIRST:LAST, as 3:5")
 
     @property
     def is_frozen(self) -> bool:

@@ -101,6 +101,8 @@ class LoopConfig:
             raise ValueError("trainer.lora is set and lora is None; set `lora`, which trainer and generator follow")
         if self.trainer.frozen:
             raise ValueError("trainer.frozen is True; a loop trains this trainer, so it must be False")
+        if int((profiled := self.trainer.profile_steps).partition(":")[0] or 0) > self.num_steps:
+            raise ValueError(f"trainer.profile_steps is {profiled!r}; the run has {self.num_steps} steps (num_steps)")
         self._set("trainer", replace(self.trainer, lora=self.lora))  # both sides follow the one field
 
     def _set(self, name: str, value: object) -> None:

@@ -44,6 +44,7 @@ def test_the_chosen_steps_are_recorded(tmp_path: Path, monkeypatch: pytest.Monke
         assert "aten::mm" in events
 
 
-def test_steps_have_the_form_first_last() -> None:
-    with pytest.raises(ValueError, match=r"TrainerConfig.profile_steps is '3'; it must be two steps, as 3:5"):
-        TrainerConfig(profile_steps="3")
+@pytest.mark.parametrize("steps", ["3", "5:3", "0:2"])
+def test_steps_have_the_form_first_last(steps: str) -> None:
+    with pytest.raises(ValueError, match=rf"TrainerConfig.profile_steps is '{steps}'; it must be FIRST:LAST, as 3:5"):
+        TrainerConfig(profile_steps=steps)
