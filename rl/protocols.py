@@ -192,8 +192,9 @@ class Episode(Protocol):
 class Problem(Protocol):
     """A prompt, and episodes that attempt it. `rl.envs.procedural.TextProblem` is the single-turn implementation.
 
-    A problem may have one more attribute, `tools: Sequence[Mapping[str, Any]]`: JSON schemas of functions, which the
-    model's chat template shows it together with the prompt (`rl.envs.tools`).
+    A problem may have two more attributes. `tools: Sequence[Mapping[str, Any]]` are JSON schemas of functions, which
+    the model's chat template shows it together with the prompt (`rl.envs.tools`). `answer_of(completion) -> str` is the
+    end of an answer, such as the number in its box: evaluations count how often each was given.
     """
 
     @property

@@ -22,7 +22,7 @@ OPTIONAL = (
     "controller/hosts/starting/",
     "controller/planning/",
     "controller/runs/report/",
-    *("controller/runs/all_words", "controller/runs/mismatch"),
+    *(f"controller/runs/{name}" for name in ("all_words", "comparison", "mismatch")),
     *(f"controller/runs/loggers/{name}" for name in ("event_files", "trackio_run", "wandb_run")),
     *(f"controller/commands/{name}" for name in ("check_parts", "compare", "model_directory", "report_run", "sweep")),
     *("generator/cpu/image_attention", "generator/cpu/routes"),

@@ -143,7 +143,7 @@ class Eval(OfCheckpoint, TakesFields):
     """Says what is asked, and how; --field value as in `ownloop run`."""
 
     def run(self) -> int:
-        """Prints each held-out measure with its interval, and samples."""
+        """Prints samples, and each held-out measure with its interval; with several held-out sets, as one table."""
         from controller.runs.console import Console
 
         with CapturedOutput() as output:
@@ -157,7 +157,10 @@ class Eval(OfCheckpoint, TakesFields):
             finally:
                 console.close()
             console.samples(evaluation.groups[:3])
-            console.evaluation(f"of {self.model}", evaluation)
+            if evaluation.others:
+                console.note(_table(evaluation))
+            else:
+                console.evaluation(f"of {self.model}", evaluation)
         return 0
 
     async def _evaluation(self, config: Any, console: "Console", scratch: Path) -> "Evaluation":
@@ -179,6 +182,18 @@ class Eval(OfCheckpoint, TakesFields):
                 # A model on disk is whole: an adapter has been merged into it.
                 generator = await launcher.generator(source.model, replace(config.generator, lora=None))
                 return await source.evaluate(generator)
+
+
+def _table(evaluation: "Evaluation") -> str:
+    """A row for each held-out set and a column for each measure with its 95 % interval, as Markdown."""
+    sets = {prefix.removesuffix("_") or "(recipe)": part for prefix, part in evaluation.sets.items()}
+    names = [*dict.fromkeys(name for part in sets.values() for name in part.intervals)]
+    rows = [["set", "problems", "answers", *names], ["---"] * (3 + len(names))]
+    for name, part in sets.items():
+        cells = [part.intervals.get(measure) for measure in names]
+        shown = ["" if cell is None else f"{cell.mean:.3f} [{cell.low:.3f}, {cell.high:.3f}]" for cell in cells]
+        rows.append([name, str(len(part.groups)), str(part.num_samples), *shown])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def run_of(name: str, runs: Path) -> Path | None:

@@ -19,7 +19,6 @@ from controller.runs.comparison import (
     Configuration,
     FinalReward,
     by_step,
-    differences,
     final_reward,
     metric_differences,
     named_differences,
@@ -27,6 +26,7 @@ from controller.runs.comparison import (
     welch,
 )
 from controller.runs.folder import CONFIG_FILE, METRICS, read_json, read_metrics
+from controller.runs.loop_config import differences
 
 _SHOWN = ("reward_mean", "eval_reward", "loss", "grad_norm", "seconds_step")
 _WIDTH = 80  # of a page that is not a terminal

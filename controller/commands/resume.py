@@ -20,7 +20,6 @@ from typing import Any
 from controller.commands.recipes import load_recipe, override
 from controller.commands.saved_recipe import RECIPE_FILE, check_own, saved_recipe, signed
 from controller.handles.offline import OfflineGeneratorConfig
-from controller.runs.comparison import ABSENT, differences
 from controller.runs.folder import (
     CONFIG_FILE,
     LOOP_FILE,
@@ -34,6 +33,7 @@ from controller.runs.folder import (
     to_json,
     write_json,
 )
+from controller.runs.loop_config import ABSENT, differences
 from controller.runs.models import HubName, Tell, pinned, resolve_model
 from controller.runs.recording import RecordedEnv, recorded_files
 from generator.config import GeneratorConfig

@@ -3,14 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from rl.rollouts.evaluation import Interval, t_quantile, t_tail
-
-ABSENT = "(absent)"
-"""Stands for the value of a field that one configuration lacks."""
+from controller.runs.loop_config import ABSENT, differences
+from rl.rollouts.evaluation import Interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,17 +55,6 @@ def metric_differences(
             if not is_timing(name) and values[0] != values[1] and not both_nan:
                 found.append(Difference(step=step, name=name, values=values))
     return found
-
-
-def differences(before: Any, after: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Dotted field -> the two values, for all fields in which two configurations (in JSON types) differ."""
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        old, new = cast("Mapping[str, Any]", before), cast("Mapping[str, Any]", after)
-        found: dict[str, tuple[Any, Any]] = {}
-        for key in [*old, *(key for key in new if key not in old)]:  # fields that only the newer one has come last
-            found |= differences(old.get(key, ABSENT), new.get(key, ABSENT), f"{prefix}.{key}" if prefix else key)
-        return found
-    return {} if before == after else {prefix: (before, after)}
 
 
 _NOT_COMPARED = ("seed", "log")
@@ -150,3 +137,22 @@ def welch(better: Sequence[float], worse: Sequence[float]) -> RewardDifference:
         interval=Interval(mean=mean, low=mean - reach, high=mean + reach),
         p_value=2 * t_tail(abs(mean) / error, freedom),
     )
+
+
+def t_quantile(probability: float, freedom: float) -> float:
+    """The value below which a t-distributed variable lies with this probability, above 0.5."""
+    low, high = 0.0, 1.0
+    while t_tail(high, freedom) > 1 - probability:
+        high *= 2
+    for _ in range(80):  # halves the interval until float64 has no number in between
+        middle = (low + high) / 2
+        low, high = (low, middle) if t_tail(middle, freedom) < 1 - probability else (middle, high)
+    return high
+
+
+def t_tail(value: float, freedom: float) -> float:
+    """The probability that a t-distributed variable is above a value of at least 0."""
+    import mpmath
+
+    share = freedom / (freedom + value**2)
+    return float(mpmath.betainc(freedom / 2, 0.5, 0, share, regularized=True)) / 2

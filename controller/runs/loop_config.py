@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from controller.hosts.host_groups import Hosts
 from controller.runs.console import Console
@@ -23,6 +23,8 @@ Loop: TypeAlias = Callable[[Any, RunFolder, Console], Coroutine[Any, Any, None]]
 """A loop: `train(config, folder, console)` trains a model. The processes it starts end before it does."""
 OnFailure = Literal["restart", "stop"]
 Evaluated = Literal["between", "beside"]
+ABSENT = "(absent)"
+"""Stands for the value of a field that one configuration lacks."""
 _OPTIMIZERS = {"adamw": AdamParams, "muon": MuonParams}
 LossConfig: TypeAlias = Mapping[str, float | str]
 """A loss's options by name."""
@@ -233,3 +235,14 @@ class GroupLoopConfig(RolloutLoopConfig):
     def advantage_function(self) -> Callable[..., Rewards]:
         """The function that `advantage` names: [G] rewards of one group -> [G] advantages."""
         return all_advantages()[self.advantage]
+
+
+def differences(before: Any, after: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted field -> the two values, for all fields in which two configurations (in JSON types) differ."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        old, new = cast("Mapping[str, Any]", before), cast("Mapping[str, Any]", after)
+        found: dict[str, tuple[Any, Any]] = {}
+        for key in [*old, *(key for key in new if key not in old)]:  # fields that only the newer one has come last
+            found |= differences(old.get(key, ABSENT), new.get(key, ABSENT), f"{prefix}.{key}" if prefix else key)
+        return found
+    return {} if before == after else {prefix: (before, after)}

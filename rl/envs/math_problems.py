@@ -22,7 +22,7 @@ from typing import Literal, get_args
 
 from rl.checks import check_at_least, check_known
 from rl.data.rows import content_id, python_order, read_columns, split, stream, without_held_out
-from rl.envs.math_answers import WAITING_FACTOR, is_one_answer, last_boxes, math_comparer
+from rl.envs.math_answers import WAITING_FACTOR, is_one_answer, last_boxes, math_comparer, plain
 from rl.protocols import Done, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
 from rl.system.disk import cache_directory
@@ -137,6 +137,12 @@ class MathProblem:
             reward=float(result.right),
             metrics={"answers_found": float(result.found), "comparisons_timed_out": float(result.timed_out)},
         )
+
+    def answer_of(self, completion: str) -> str:
+        """What the last box holds; without one, if the answer may be "anywhere", the last number; else nothing."""
+        content = Answer.read(completion).content
+        numbers = [found[0] for found in _NUMBER.finditer(content)] if self.answer_form == "anywhere" else []
+        return plain(last_boxes(content) or (numbers[-1] if numbers else ""))
 
 
 def final_answer(text: str, marker: str) -> str:

@@ -34,6 +34,10 @@ class TextProblem:
         """Scores the answer, without its reasoning, and ends the episode."""
         return Done(reward=self.score(Answer.read(completion).content))
 
+    def answer_of(self, completion: str) -> str:
+        """The answer without its reasoning and without a full stop."""
+        return Answer.read(completion).content.strip().removesuffix(".")
+
 
 P = TypeVar("P", bound=Problem)
 

@@ -1,12 +1,14 @@
 """Evaluation on held-out data, with 95 % intervals for the uncertainty of a small sample."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.checks import errors_of_user_code
 from rl.protocols import Generator, Problem
 from rl.rollouts.episodes import rollout_groups
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
@@ -38,6 +40,8 @@ class Evaluation:
     groups: tuple[Group, ...]
     best_reward: float = 1.0
     """The environment's best reward, from which on an answer counts as right."""
+    majorities: tuple[float, ...] = ()
+    """For each problem with a rollout, the mean reward of the answer that was given most often; empty if unknown."""
     others: Mapping[str, "Evaluation"] = field(default_factory=dict[str, "Evaluation"])
     """Evaluations of further held-out sets by name, at the same weights."""
 
@@ -71,7 +75,8 @@ class Evaluation:
     def intervals(self) -> Mapping[str, Interval]:
         """`reward` and, with n > 1 answers per problem, `pass_at_<k>` for k = n and all powers of two up to n.
 
-        And the mean of each metric of the rollouts that begins with `reward_`, over the problems that have it.
+        Also `majority_at_<n>`, the mean of `majorities`: self-consistency, https://arxiv.org/abs/2203.11171. And the
+        mean of each metric of the rollouts that begins with `reward_`, over the problems that have it.
         """
         n = self.num_samples
         ks = sorted({2**i for i in range(n.bit_length())} | {n}) if n > 1 else []
@@ -83,6 +88,8 @@ class Evaluation:
                 values = [each.metrics[name] for each in group.rollouts if name in each.metrics]
                 parts.setdefault(name, []).append(float(np.mean(values)))
         means = {name: bootstrap(np.array(values)) for name, values in parts.items()}
+        if n > 1 and self.majorities:
+            means = {f"majority_at_{n}": bootstrap(np.array(self.majorities)), **means}
         return {"reward": self.reward, **{f"pass_at_{k}": self.pass_at(k) for k in ks}, **means}
 
     def pass_at(self, k: int, *, solved: float | None = None) -> Interval:
@@ -150,7 +157,21 @@ async def evaluate(
         time_limit_s=time_limit_s,
         progress=lambda num_done: report_progress("evaluating", num_done, len(problems)),
     )
-    return Evaluation(groups=tuple(groups), best_reward=best_reward)
+    scored = [(problem, group) for problem, group in zip(problems, groups, strict=True) if group.rollouts]
+    majorities = tuple(_majority(problem, group) for problem, group in scored)
+    return Evaluation(groups=tuple(groups), best_reward=best_reward, majorities=majorities)
+
+
+def _majority(problem: Problem, group: Group) -> float:
+    """The mean reward of the rollouts with the most common answer; of several that are as common, of all of theirs."""
+    answer_of: Callable[[str], str] = getattr(problem, "answer_of", str.strip)
+    with errors_of_user_code(f"answer_of of problem {problem.id!r} failed"):
+        answers = [answer_of(rollout.turns[-1].completion.text) for rollout in group.rollouts]
+    counts = Counter(answers)
+    most = max(counts.values())
+    return float(
+        np.mean([r.reward for r, answer in zip(group.rollouts, answers, strict=True) if counts[answer] == most])
+    )
 
 
 def eval_sampling(sampling: SamplingParams, num_samples: int) -> tuple[SamplingParams, int]:
@@ -214,22 +235,3 @@ class Measurement:
                 f"{len(before.values)}"
             )
         return bootstrap(self.values - before.values, self.weights)
-
-
-def t_quantile(probability: float, freedom: float) -> float:
-    """The value below which a t-distributed variable lies with this probability, above 0.5."""
-    low, high = 0.0, 1.0
-    while t_tail(high, freedom) > 1 - probability:
-        high *= 2
-    for _ in range(80):  # halves the interval until float64 has no number in between
-        middle = (low + high) / 2
-        low, high = (low, middle) if t_tail(middle, freedom) < 1 - probability else (middle, high)
-    return high
-
-
-def t_tail(value: float, freedom: float) -> float:
-    """The probability that a t-distributed variable is above a value of at least 0."""
-    import mpmath
-
-    share = freedom / (freedom + value**2)
-    return float(mpmath.betainc(freedom / 2, 0.5, 0, share, regularized=True)) / 2

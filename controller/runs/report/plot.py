@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.runs.comparison import t_quantile
 from controller.runs.folder import RunFolder
 from controller.runs.metric_rows import thinned_metrics
-from rl.rollouts.evaluation import t_quantile
 from rl.system.disk import RecordingError
 from rl.system.hardware import hand_back_garbage
 from rl.types import Datum, ForwardBackwardOutput

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from controller.commands.cli import main
 from controller.commands.export_run import add_model_card
 from controller.runs.folder import RunFolder, read_metrics, state_of
-from tests.controller.commands.finished_runs import finished_run, in_this_process
+from tests.controller.commands.finished_runs import RECIPE, finished_run, in_this_process
 from tests.controller.commands.test_run import refused
 
 
@@ -100,6 +100,20 @@ def test_a_run_and_a_model_are_evaluated(run: Path, capfd: pytest.CaptureFixture
     assert error == "error: --step is 2, but smollm2-135m-instruct is no run; a model has no steps\n"
     error = refused(capfd, "eval", "a", "sft_smollm2_cpu")
     assert error.startswith("error: sft_smollm2_cpu has no env")
+
+
+def test_several_held_out_sets_are_one_table(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    two = "eval_samples=2, held_out={'more': HeldOut(env=EvenWords(), num_eval=3)},"
+    recipe = RECIPE.replace("num_steps=2,", f"num_steps=2, {two}")
+    Path("suite.py").write_text(
+        recipe.replace("from rl.envs", "from controller.runs.loop_config import HeldOut\nfrom rl.envs")
+    )
+    *_, head, _, own, more = ownloop(capfd, "eval", "a", "suite.py")
+    assert head.split(" | ") == ["| set", "problems", "answers", "reward", "pass_at_1", "pass_at_2", "majority_at_2 |"]
+    assert own.startswith("| (recipe) | 4 | 2 | ")
+    last = read_metrics(run / "metrics.jsonl")[-1]["eval_reward"]  # of four greedy answers, of which three are asked
+    assert more.startswith("| more | 3 | 1 | ")
+    assert float(more.split()[7]) * 3 <= last * 4 + 0.01
 
 
 @pytest.mark.parametrize("words", [("export", "a", "--to", "there"), ("eval", "a", "mine.py"), ("parity", "mine.py")])

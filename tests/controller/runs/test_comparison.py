@@ -2,7 +2,8 @@
 
 import math
 
-from controller.runs.comparison import ABSENT, by_step, differences, metric_differences
+from controller.runs.comparison import by_step, metric_differences
+from controller.runs.loop_config import ABSENT, differences
 
 
 def test_metrics_that_differ_are_found_and_timings_are_not() -> None:

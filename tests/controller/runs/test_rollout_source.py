@@ -107,7 +107,7 @@ def test_an_answer_is_right_from_the_environments_best_reward_on(config: GRPOCon
     generator = ScriptedGenerator(lambda prompt, sample, seed: f"{sample}")
     evaluation = asyncio.run(_source(replace(config, env=Points(), eval_samples=2)).evaluate(generator))
     means = {name: interval.mean for name, interval in evaluation.intervals.items()}
-    assert means == {"reward": 3.0, "pass_at_1": 0.5, "pass_at_2": 1.0}
+    assert means == {"reward": 3.0, "pass_at_1": 0.5, "pass_at_2": 1.0, "majority_at_2": 3.0}
 
 
 def test_further_held_out_sets_have_their_own_sampling(config: GRPOConfig) -> None:

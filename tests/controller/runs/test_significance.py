@@ -2,8 +2,7 @@
 
 import pytest
 
-from controller.runs.comparison import welch
-from rl.rollouts.evaluation import t_quantile
+from controller.runs.comparison import t_quantile, welch
 
 
 @pytest.mark.parametrize(

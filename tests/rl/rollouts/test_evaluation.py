@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl.envs.math_problems import MathProblem
 from rl.envs.procedural import TextProblem
 from rl.rollouts.episodes import step_seed
 from rl.rollouts.evaluation import Evaluation, Interval, bootstrap, eval_sampling, evaluate
@@ -33,6 +34,29 @@ def test_evaluation_is_the_mean_over_problems() -> None:
     evaluation = _evaluate(30)
     assert evaluation.reward.mean == pytest.approx(0.3)
     assert evaluation.reward.low < 0.3 < evaluation.reward.high
+
+
+@pytest.mark.parametrize(
+    ("answers", "majority"),
+    [
+        (["7", "8.", "8", "9"], 1.0),  # a full stop is no other answer
+        (["7", "8", "7", "9"], 0.0),
+        (["7", "8", "8", "7"], 0.5),  # as common
+        (["<think>7 or 8</think>8", "8", "7", "9"], 1.0),  # thoughts do not count
+    ],
+)
+def test_the_majority_answers_once_for_each_problem(answers: list[str], majority: float) -> None:
+    generator = ScriptedGenerator(lambda prompt, i, seed: answers[i])
+    problems = [TextProblem(id=str(n), prompt="x", score=lambda a: float(a.startswith("8"))) for n in range(3)]
+    renderer, sampling = cast(Renderer, WordRenderer()), SamplingParams(max_tokens=1)
+    evaluation = asyncio.run(evaluate(generator, renderer, problems, sampling, 4))
+    assert evaluation.intervals["majority_at_4"] == Interval(mean=majority, low=majority, high=majority)
+
+
+def test_the_answer_in_a_box_is_what_counts() -> None:
+    problem = MathProblem(id="", prompt="", expected="5", answer="", answer_form="anywhere", time_limit_s=1.0)
+    said = ["So 2 + 3 = \\boxed{5}.", "It is 1,234 or $5", "\\boxed{1\\,234}", "none"]
+    assert [problem.answer_of(each) for each in said] == ["5", "$5", "1234", ""]
 
 
 def test_bootstrap_agrees_with_the_normal_interval() -> None:
