@@ -42,8 +42,8 @@ MAX_LOOP_IMPORTS = 10
 MAX_FILE_LINES = 400  # more than 300 only where the file serves one idea
 # The numbers of tests/house.py, as they are. They may fall.
 MOST = {
-    "product files": 356,
-    "core files": 218,
+    "product files": 357,
+    "core files": 217,
     "core lines": 35_450,
     "files under 70 lines with one importer": 1,
     "files that a loop's page reaches": 109,

@@ -29,9 +29,13 @@ def test_the_loop_of_the_readme(tmp_path: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.usefixtures("smollm2")
-def test_the_script_of_the_agents_page(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "examples" / "train_a_program.py", "1"]
+@pytest.mark.parametrize(
+    ("script", "printed"),
+    [("train_a_program", r"^step 0: mean reward \d\.\d+"), ("self_play", r"^step 0: the first player won \d+ of 32")],
+)
+def test_scripts_of_other_pages(script: str, printed: str, tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "examples" / f"{script}.py", "1"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search(r"^step 0: mean reward \d\.\d+", result.stdout, re.MULTILINE)
+    assert re.search(printed, result.stdout, re.MULTILINE)
