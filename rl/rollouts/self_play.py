@@ -4,9 +4,9 @@
                             ^                                                                            |
                             +----------------------------------------------------------------------------+
 
-Each role sees the match as an episode of its own: its moves are its completions, and the moves of others come as messages.
-So a match gives one rollout for each role, of exactly the tokens that its policy read and sampled. An optional part;
-`examples/self_play.py` trains two adapters with it.
+Each role sees the match as an episode of its own: its moves are its completions, and the moves of others come as
+messages. So a match gives one rollout for each role, of exactly the tokens that its policy read and sampled. An
+optional part; `examples/self_play.py` trains two adapters with it.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from rl.types import Datum, Group, Rollout, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A role that has to move, and what it reads before."""
+    """A role that has to move, and the text before its move."""
 
     role: str
     messages: Prompt
