@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
+import numpy as np
 import torch
 
 _PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegisterPortable, cudaHostRegisterReadOnly
@@ -165,31 +166,32 @@ def changes_of(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor | None:
     Counts of changed pairs of bytes, int32 for each block of 65,536 pairs; their places in their blocks, and their
     values, two bytes each.
     """
-    word = next((each for each in (torch.int64, torch.int32, torch.int16) if len(new) % each.itemsize == 0), None)
+    # NumPy, here and below: it finds what is not zero, and picks it, in a third of torch's time.
+    word = next((each for each in (np.uint64, np.uint32, np.uint16) if len(new) % each().nbytes == 0), None)
     if word is None:
         return None
-    ours, theirs = new.view(word), old.view(word)
-    if 2 * int((ours[::_SAMPLE] != theirs[::_SAMPLE]).sum()) > len(ours) // _SAMPLE + 1:
+    ours, theirs = new.numpy().view(word), old.numpy().view(word)
+    if 2 * np.count_nonzero(ours[::_SAMPLE] != theirs[::_SAMPLE]) > len(ours) // _SAMPLE + 1:
         return None
-    words = (ours != theirs).nonzero()[:, 0]  # a pair of bytes is looked at only where a whole word has changed
-    pairs = new.view(torch.int16).view(-1, word.itemsize // 2)
-    row, column = (pairs[words] != old.view(torch.int16).view_as(pairs)[words]).nonzero(as_tuple=True)
-    places = word.itemsize // 2 * words[row] + column
-    counts = torch.bincount(places // _BLOCK, minlength=_num_blocks(new)).to(torch.int32)
-    found = [counts, places.to(torch.int16), pairs.view(-1)[places]]  # a cast to int16 keeps the last 16 bits
-    changes = torch.cat([each.view(torch.uint8) for each in found])
-    return changes if len(changes) < len(new) else None
+    words = np.flatnonzero(ours != theirs)  # a pair of bytes is looked at only where a whole word has changed
+    values, per_word = ours[words], ours.itemsize // 2
+    pairs = np.flatnonzero((values ^ theirs[words]).view(np.uint16) != 0)
+    places = pairs + per_word * (words - np.arange(len(words)))[pairs // per_word]
+    ends = np.searchsorted(places, _BLOCK * np.arange(_num_blocks(new) + 1))
+    # A cast to uint16 keeps a place's last 16 bits.
+    found = [np.diff(ends).astype(np.int32), places.astype(np.uint16), values.view(np.uint16)[pairs]]
+    changes = np.concatenate([each.view(np.uint8) for each in found])
+    return torch.from_numpy(changes) if len(changes) < len(new) else None
 
 
 def apply_changes(changes: torch.Tensor, data: torch.Tensor) -> None:
     """Turns `old` into `new`, in place; see `changes_of`. Raises ValueError for changes that are none of `data`."""
     size = 4 * _num_blocks(data)
-    counts = changes[:size].view(torch.int32)
-    if len(changes) != size + 4 * int(counts.sum()):
+    counts = changes[:size].numpy().view(np.uint32)
+    if len(changes) != size + 4 * int(counts.sum(dtype=np.int64)):
         raise ValueError(f"{len(changes)} bytes of changes are no changes of {len(data)} bytes")
-    within, values = changes[size:].view(torch.int16).chunk(2)
-    block = torch.arange(len(counts)).repeat_interleave(counts)
-    data.view(torch.int16)[_BLOCK * block + (within.to(torch.int64) & (_BLOCK - 1))] = values
+    within, values = changes[size:].numpy().view(np.uint16).reshape(2, -1)
+    data.numpy().view(np.uint16)[np.repeat(_BLOCK * np.arange(len(counts)), counts) + within] = values
 
 
 def _num_blocks(data: torch.Tensor) -> int:

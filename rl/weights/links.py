@@ -203,10 +203,8 @@ class OwnShards:
         has_copies = self._copies.keys() == {whole for whole, _ in self._shards.values()}
         changes = route.changes and has_copies
         if not has_copies and not self._pushes_without:
-            of_parts = (
-                (whole, local.shape, self._manifest[whole.tensor].dtype) for whole, local in self._shards.values()
-            )
-            self._copies = {whole: torch.empty(shape, dtype=dtype) for whole, shape, dtype in of_parts}
+            dtypes = [spec.dtype for spec in self._manifest]
+            self._copies = {part: torch.empty(t.shape, dtype=dtypes[part.tensor]) for part, t in self._shards.values()}
         num_links = -(-LINKS // num_ranks())
         num_bytes, sums = self._send(parts, num_links, route._replace(changes=changes), sums_wanted)
         if changes and 2 * num_bytes > sum(part.nbytes(self._manifest) for part in parts):
