@@ -2,7 +2,8 @@
 
 A trainer's step has three peaks, and the largest counts. At the output projection, all activations of the row are there
 and the gradient is not. At the last layer, its activations are computed again or are there, and the gradient grows. At
-the end of the backward pass, the whole gradient is there. Moments are there in all three from the second step on.
+the end of the backward pass, the whole gradient is there. If a rank computes several rows for a step, the gradient of
+the rows before is there in all three. So are moments, from the second step on.
 """
 
 from collections.abc import Mapping
@@ -39,15 +40,24 @@ class Memory:
         return not is_short and (self.allocated + self.allowance) * 1.05 <= self.gpu.memory_bytes
 
 
-def trainer_memory(model: ModelSize, config: TrainerConfig, gpu: GPU, *, tokens: int | None = None) -> Memory:
-    """Of the trainer's rank that needs most, for a row of `tokens`, by default `max_tokens_per_microbatch`."""
+def trainer_memory(
+    model: ModelSize, config: TrainerConfig, gpu: GPU, *, tokens: int | None = None, accumulates: bool = False
+) -> Memory:
+    """Of the trainer's rank that needs most, for a row of `tokens`, by default `max_tokens_per_microbatch`.
+
+    It `accumulates` gradients if it computes several rows for a step.
+    """
     tokens = config.max_tokens_per_microbatch if tokens is None else tokens
     state = _state(model, config)
     gradients = state.pop("gradients")
     held = sum(state.values())
+    earlier = {"gradients": gradients if accumulates else 0}
+    last_layer = _at_last_layer(model, config, tokens)
+    if accumulates:
+        del last_layer["projection"]  # it has been added to the gradient
     peaks = [
-        _at_projection(model, config, gpu, tokens),
-        _at_last_layer(model, config, tokens),
+        {**_at_projection(model, config, gpu, tokens), **earlier},
+        {**last_layer, **earlier},
         {**_at_end(model, config), "gradients": gradients},
     ]
     peak = max(peaks, key=lambda parts: sum(parts.values()))
@@ -147,16 +157,20 @@ def _at_end(model: ModelSize, config: TrainerConfig) -> dict[str, int]:
     return {"embedding": 0 if config.is_frozen else (2 if config.num_ranks == 1 else 1) * whole}
 
 
-def longest_row(model: ModelSize, config: TrainerConfig, gpu: GPU) -> int:
+def longest_row(model: ModelSize, config: TrainerConfig, gpu: GPU, *, accumulates: bool = False) -> int:
     """The most tokens of a row with which the trainer fits, in steps of 1,024; 0 if it does not fit at all."""
-    if not trainer_memory(model, config, gpu, tokens=1024).fits:
+
+    def fits(thousands: int) -> bool:
+        return trainer_memory(model, config, gpu, tokens=1024 * thousands, accumulates=accumulates).fits
+
+    if not fits(1):
         return 0
     low, high = 1, 2
-    while trainer_memory(model, config, gpu, tokens=1024 * high).fits and high < 1 << 14:
+    while fits(high) and high < 1 << 14:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if trainer_memory(model, config, gpu, tokens=1024 * middle).fits else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return 1024 * low
 
 

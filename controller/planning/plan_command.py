@@ -68,7 +68,8 @@ def planned(options: Plan, config: Any) -> tuple[list[str], bool]:
             gpus_per_host=options.gpus_per_host, overlaps=overlaps,
         )  # fmt: skip
         return list(_ranked(found, options)), bool(found)
-    of_trainer = trainer_memory(model, trainer, gpu)
+    accumulates = work.num_rows(trainer) > 1
+    of_trainer = trainer_memory(model, trainer, gpu, accumulates=accumulates)
     versions = version_bytes(model, trainer) if fits_with_versions(model, trainer, gpu) else 0
     on_same = versions if generator.placement == "colocated" else 0
     of_generator = generator_memory(model, generator, gpu, versions=on_same)
@@ -82,7 +83,8 @@ def planned(options: Plan, config: Any) -> tuple[list[str], bool]:
         f"  weights on their way {versions / GIB:.2f} GiB more, if they travel from GPU to GPU"
         if versions and not trainer.is_frozen
         else "  weights on their way go through the host's memory",
-        f"  longest row that fits: {longest_row(model, trainer, gpu)} tokens (max_tokens_per_microbatch)",
+        f"  longest row that fits: {longest_row(model, trainer, gpu, accumulates=accumulates)} tokens"
+        " (max_tokens_per_microbatch)",
         "",
         *_memory_lines(f"generator, each of {generator.num_replicas * generator.tensor_parallel} ranks", of_generator),
         f"  room for {max(0, cached)} tokens: {max(0, cached) // generator.max_model_len} sequences of"

@@ -68,7 +68,7 @@ def _best_trainers(
     best: dict[int, tuple[float, TrainerConfig]] = {}
     least = model.numel * (2 if trainer.is_frozen else 12) // gpu.memory_bytes  # ranks that share the model
     for candidate in _trainers(trainer, model, (least, num_gpus), per_host):
-        if not trainer_memory(model, candidate, gpu).fits:
+        if not trainer_memory(model, candidate, gpu, accumulates=work.num_rows(candidate) > 1).fits:
             continue
         seconds = _seconds(model, candidate, work, gpu, efficiency)
         known = best.get(candidate.num_ranks)
@@ -79,7 +79,7 @@ def _best_trainers(
 
 def _seconds(model: ModelSize, config: TrainerConfig, work: Work, gpu: GPU, efficiency: Efficiency) -> float:
     """Time of the trainer, with what its ranks exchange: FSDP's gathers and the tensor-parallel sums of each layer."""
-    rows = max(1, work.trained_tokens // (config.num_data_parallel_ranks * config.max_tokens_per_microbatch))
+    rows = work.num_rows(config)
     stage = model.numel / config.pipeline_parallel / config.tensor_parallel
     sharded = config.data_parallel_shard * config.context_parallel > 1
     gathered = (3 * 2 * stage * rows if sharded else 0.0) / (gpu.network_rate * efficiency.copies)

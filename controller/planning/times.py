@@ -32,6 +32,10 @@ class Work:
         """Tokens that the trainer computes. A prompt is computed once for its group."""
         return self.num_prompts * (self.prompt_tokens + self.group_size * self.completion_tokens)
 
+    def num_rows(self, trainer: TrainerConfig) -> int:
+        """Rows that each of a trainer's ranks computes for a step."""
+        return max(1, -(-self.trained_tokens // (trainer.num_data_parallel_ranks * trainer.max_tokens_per_microbatch)))
+
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
@@ -86,7 +90,7 @@ def operations(model: ModelSize, trainer: TrainerConfig, work: Work) -> float:
 def train_seconds(model: ModelSize, trainer: TrainerConfig, work: Work, gpu: GPU, efficiency: Efficiency) -> float:
     """Forward and backward passes. A pipeline idles while it fills: (stages - 1) of its rows."""
     seconds = operations(model, trainer, work) / (trainer.num_ranks * gpu.operations * efficiency.train)
-    rows = max(1, work.trained_tokens // (trainer.num_data_parallel_ranks * trainer.max_tokens_per_microbatch))
+    rows = work.num_rows(trainer)
     return seconds * (rows + trainer.pipeline_parallel - 1) / rows
 
 

@@ -3,7 +3,8 @@
     python -m tests.gpu_pretended.memory MODEL_DIRECTORY TOKENS [FIELD=VALUE ...]
 
 It is run in the mode `memory` (`pretended.py`). The model directory needs no weights: config.json is enough. Prints one
-JSON object: bytes allocated once the engine is built, at the peak of two calls with a step between them, and reserved.
+JSON object: bytes allocated once the engine is built, at the peak of a call in the first and in the second step, of a
+call that adds to a gradient, and reserved.
 """
 
 import json
@@ -15,7 +16,7 @@ import numpy as np
 
 
 def main(model: str, tokens: str, *fields: str) -> None:
-    """Two forward and backward passes over one row, with an optimizer's step between them."""
+    """Forward and backward passes over one row, with a step of the optimizer after each of the first two."""
     import torch
 
     import trainer.engines.titan.model.build as build
@@ -51,6 +52,10 @@ def main(model: str, tokens: str, *fields: str) -> None:
         torch.cuda.reset_peak_memory_stats()
         engine.optim_step(AdamParams(learning_rate=1e-6), 1.0)
         found[f"{phase}_step"] = torch.cuda.max_memory_allocated()
+    engine.forward_backward([batch], loss)
+    torch.cuda.reset_peak_memory_stats()
+    engine.forward_backward([batch], loss)
+    found["accumulated"] = torch.cuda.max_memory_allocated()
     found["reserved"] = torch.cuda.max_memory_reserved()
     print(json.dumps(found))
 

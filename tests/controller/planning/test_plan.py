@@ -40,6 +40,12 @@ MEASURED = (
     ("8B", 32768, {"data_parallel_shard": 8, "activation_checkpointing": "full"}, 32_621_231_104),
 )
 """Peaks of torch's CUDA allocator, which `python -m tests.gpu_pretended.memory` prints as `second`."""
+ACCUMULATED = (
+    ("0.6B", 8192, {"activation_checkpointing": "full"}, 13_785_074_176),
+    ("0.6B", 8192, {"activation_checkpointing": "none"}, 25_332_728_320),
+    ("8B", 16384, {"data_parallel_shard": 8, "activation_checkpointing": "full"}, 29_513_481_728),
+)
+"""Those of a step's later rows, which it prints as `accumulated`."""
 
 
 def write_qwen3(folder: Path, size: str) -> Path:
@@ -70,13 +76,16 @@ def test_parameters_are_those_of_transformers(tmp_path: Path, make: Any) -> None
     assert size_of(folder).numel == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("size", "tokens", "options", "peak"), MEASURED)
+@pytest.mark.parametrize(
+    ("size", "tokens", "options", "peak", "accumulates"),
+    [*((*each, False) for each in MEASURED), *((*each, True) for each in ACCUMULATED)],
+)
 def test_memory_is_what_torchs_allocator_counts(
-    tmp_path: Path, size: str, tokens: int, options: dict[str, Any], peak: int
+    tmp_path: Path, size: str, tokens: int, options: dict[str, Any], peak: int, accumulates: bool
 ) -> None:
     folder = write_qwen3(tmp_path / "model", size)
     config = TrainerConfig(model=folder, max_tokens_per_microbatch=tokens, **options)
-    planned = trainer_memory(size_of(folder), config, H100)
+    planned = trainer_memory(size_of(folder), config, H100, accumulates=accumulates)
     assert planned.allocated == pytest.approx(peak, rel=0.05)
 
 
