@@ -95,7 +95,7 @@ def activations_per_token(model: ModelSize, config: TrainerConfig, checkpointing
     kept = {
         "full": d,
         "selective": 2 * d + 2 * q + k + f,
-        "none": 4 * d + 3 * q + 4 * k + 4 * f,
+        "none": 4 * d + model.kept,
     }[checkpointing]
     moe = model.decoder.moe
     if moe is not None and checkpointing == "none":  # tokens are copied once for each of their experts, there and back
@@ -175,10 +175,14 @@ def longest_row(model: ModelSize, config: TrainerConfig, gpu: GPU, *, accumulate
 
 
 def cache_bytes_per_token(model: ModelSize, config: GeneratorConfig) -> int:
-    """Keys and values of a token on one rank of the generator."""
+    """Keys and values of a token on one rank of the generator, in a sequence of `max_model_len`.
+
+    Latent attention keeps the latent state, which every rank has whole.
+    """
     width = _FLOAT32 if config.dtype == "float32" else _BF16
     heads = -(-model.decoder.num_kv_heads // config.tensor_parallel)
-    return 2 * model.decoder.num_layers * heads * model.decoder.head_dim * width
+    of_layer = model.latent or 2 * heads * model.decoder.head_dim
+    return int(model.cached_layers(config.max_model_len) * of_layer * width)
 
 
 def generator_memory(model: ModelSize, config: GeneratorConfig, gpu: GPU, *, versions: int = 0) -> Memory:

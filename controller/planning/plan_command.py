@@ -22,8 +22,9 @@ from controller.planning.search import Layout, check_layout, find_layouts, fits_
 from controller.planning.sizes import ModelSize
 from controller.planning.times import StepTime, Work, step_time
 from rl.checks import check_known
+from rl.system.hf_config import read_config
 from trainer.config import LayoutConfig
-from trainer.engines.decoder_config import read_decoder_config
+from trainer.engines.titan.layout_check import parse_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ def _read(options: Plan, config: Any) -> tuple[ModelSize, Any, Any, Work]:
         prompt_tokens=options.prompt_tokens,
         completion_tokens=options.completion_tokens or config.sampling.max_tokens,
     )
-    return ModelSize(read_decoder_config(directory)), trainer, generator, work
+    return ModelSize(parse_shape(read_config(directory))), trainer, generator, work
 
 
 def _efficiency(metrics: Path | None) -> Efficiency:

@@ -77,12 +77,11 @@ def operations(model: ModelSize, trainer: TrainerConfig, work: Work) -> float:
     With full checkpointing the forward pass is computed twice.
     """
     d, layers = model.decoder.dim, model.decoder.num_layers
-    per_token = 2.0 * layers * (2 * d * (model.queries + model.keys) + 3 * d * model.feed_forward)
     scored = work.num_sequences * work.completion_tokens
     length = work.prompt_tokens + work.completion_tokens / 2
     pairs = scored * length + work.num_prompts * work.prompt_tokens**2 / 2
-    linear = per_token * work.trained_tokens + 2.0 * d * model.decoder.vocab_size * scored
-    attention = 4.0 * layers * model.queries * pairs
+    linear = 2.0 * model.active * work.trained_tokens + 2.0 * d * model.decoder.vocab_size * scored
+    attention = 2.0 * layers * (model.queries + model.values) * pairs
     passes = (2 if trainer.is_frozen else 3) + (1 if trainer.activation_checkpointing == "full" else 0)
     return passes * linear + (passes if not trainer.is_frozen else passes + 1) * attention
 
@@ -109,20 +108,18 @@ def generate_seconds(
     per_replica = -(-work.num_sequences // generator.num_replicas)
     batch = min(per_replica, generator.max_num_seqs)
     num_waves = -(-per_replica // batch)
-    layer = sum(each.numel for each in model.layer if each.kind != "expert")
-    experts = sum(each.numel for each in model.layer if each.kind == "expert")
+    tensors = [(count * each.numel, each.kind) for count, layer in model.layers for each in layer]
+    others = sum(numel for numel, kind in tensors if kind != "expert")
+    experts = sum(numel for numel, kind in tensors if kind == "expert")
     if model.decoder.moe is not None:
         experts = experts * min(1.0, batch * model.decoder.moe.experts_per_token / model.decoder.moe.num_experts)
-    weights = (model.decoder.num_layers * (layer + experts) + model.embedding.numel) * _BF16 / generator.tensor_parallel
+    weights = (others + experts + model.embedding.numel) * _BF16 / generator.tensor_parallel
     context = work.prompt_tokens + work.completion_tokens / 2
     cache = batch * context * cache_bytes_per_token(model, generator)
     token = (weights + cache) / (gpu.memory_rate * efficiency.decode) + efficiency.decode_overhead_s
-    active = (
-        2.0
-        * model.decoder.num_layers
-        * (2 * model.decoder.dim * (model.queries + model.keys) + 3 * model.decoder.dim * model.feed_forward)
+    prompts = (
+        work.num_prompts * work.prompt_tokens * 2.0 * model.active / generator.num_replicas / generator.tensor_parallel
     )
-    prompts = work.num_prompts * work.prompt_tokens * active / generator.num_replicas / generator.tensor_parallel
     return num_waves * work.completion_tokens * token + prompts / (gpu.operations * efficiency.prefill)
 
 

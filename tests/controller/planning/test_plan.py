@@ -10,20 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, PreTrainedConfig
 
 from controller.commands.command_line import run_command
 from controller.planning.gpus import GPUS, Efficiency
-from controller.planning.memory import generator_memory, longest_row, trainer_memory
+from controller.planning.memory import cache_bytes_per_token, generator_memory, longest_row, trainer_memory
 from controller.planning.search import find_layouts
 from controller.planning.sizes import ModelSize
 from controller.planning.times import Work, operations
 from generator.config import GeneratorConfig
 from rl.data.packing import ModelFlops, pack_row
 from rl.lora import LoRAConfig
+from rl.system.hf_config import read_config
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 from trainer.config import TrainerConfig
-from trainer.engines.decoder_config import read_decoder_config
+from trainer.engines.titan.layout_check import parse_shape
+from trainer.families.tiny_families import TINY_FAMILIES
 
 H100 = GPUS["h100"]
 QWEN3 = {
@@ -65,10 +67,14 @@ def write_qwen3(folder: Path, size: str) -> Path:
 
 
 def size_of(folder: Path) -> ModelSize:
-    return ModelSize(read_decoder_config(folder))
+    return ModelSize(parse_shape(read_config(folder)))
 
 
-@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe])
+TENSOR_AND_EXPERTS = TrainerConfig(tensor_parallel=2, expert_parallel=2)
+FAMILIES = [TINY_FAMILIES[name] for name in ("gpt_oss", "glm4_moe", "deepseek_v3")]
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe, *FAMILIES])
 def test_parameters_are_those_of_transformers(tmp_path: Path, make: Any) -> None:
     folder = make(tmp_path / "model")
     with torch.device("meta"):
@@ -89,10 +95,33 @@ def test_memory_is_what_torchs_allocator_counts(
     assert planned.allocated == pytest.approx(peak, rel=0.05)
 
 
-def test_ranks_hold_everything_between_them(tmp_path: Path) -> None:
-    size = size_of(tiny_qwen3_moe(tmp_path / "model"))
-    for config in (TrainerConfig(data_parallel_shard=2), TrainerConfig(tensor_parallel=2, expert_parallel=2)):
-        assert size.numel <= size.of_rank(config) * config.num_ranks <= 1.05 * size.numel
+@pytest.mark.parametrize(
+    ("config", "billions", "active", "cached"),
+    [
+        # https://arxiv.org/abs/2412.19437, section 4.2: 671 billion parameters, 37 of them for a token.
+        (DeepseekV3Config(vocab_size=129280), 671.0, 37.5, 61 * (512 + 64) * 2),
+        # https://arxiv.org/abs/2508.10925, table 1: 116.83 and 5.13 billion; every second layer has a window of 128.
+        (GptOssConfig(num_hidden_layers=36, num_local_experts=128), 116.8, 5.7, (18 + 18 / 16) * 2 * 8 * 64 * 2),
+    ],
+)
+def test_large_models_are_as_published(
+    tmp_path: Path, config: PreTrainedConfig, billions: float, active: float, cached: float
+) -> None:
+    config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    size = size_of(tmp_path)
+    assert size.numel / 1e9 == pytest.approx(billions, abs=0.1)
+    embeddings = size.num_embeddings * size.embedding.numel
+    assert (size.active + embeddings) / 1e9 == pytest.approx(active, abs=0.1)
+    assert cache_bytes_per_token(size, GeneratorConfig(tensor_parallel=1, max_model_len=2048)) == cached
+
+
+@pytest.mark.parametrize("make", [tiny_qwen3_moe, *FAMILIES])
+def test_ranks_hold_everything_between_them(tmp_path: Path, make: Any) -> None:
+    size = size_of(make(tmp_path / "model"))
+    whole = sum(count * each.numel for count, layer in size.layers for each in layer if each.kind == "whole")
+    for config, twice in ((TrainerConfig(data_parallel_shard=2), 0), (TENSOR_AND_EXPERTS, whole)):
+        assert size.numel <= size.of_rank(config) * config.num_ranks <= 1.05 * size.numel + twice
 
 
 def test_operations_are_those_of_the_metric(tmp_path: Path) -> None:
