@@ -1,6 +1,6 @@
 """Parameters of one rank: the shapes of a decoder's tensors, and how a layout cuts each of them.
 
-Of further families it has those that torchtitan trains: gpt-oss, GLM-4.5, DeepSeek-V3 and Kimi K2.
+Decoders are of the Llama and Qwen families, gpt-oss, GLM-4.5, DeepSeek-V3 or Kimi K2.
 
 Legend: D model dimension, Q and K dimensions of all queries and of all keys, F of the feed-forward network, E experts,
 V words.
