@@ -45,7 +45,8 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
 
     `sizes` are the numbers of tokens of the documents. Queries and keys are normalised here; g is at most 0.
     """
-    return _GatedDeltaRule.apply(q, k, v, g, beta, sizes)
+    out: Any = _GatedDeltaRule.apply(q, k, v, g, beta, sizes, torch.is_grad_enabled())
+    return out
 
 
 def by_documents(model: Any) -> None:
@@ -88,9 +89,10 @@ def delta_layer(layer: Any, hidden: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 class _GatedDeltaRule(torch.autograd.Function):
+    # PyTorch calls `forward` with gradients switched off, so its last input says whether there will be a backward pass.
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *row, sizes = inputs
+        *row, sizes, has_backward = inputs
         q, _, v, _, _ = row
         dtype = torch.promote_types(v.dtype, torch.float32)
         state = v.new_zeros(len(sizes) * v.shape[1], q.shape[-1], v.shape[-1], dtype=dtype)
@@ -100,13 +102,16 @@ class _GatedDeltaRule(torch.autograd.Function):
             # The longest documents come first, so the last ones are the first to end.
             values, state, step = _forward(chunks, state[: len(places)])
             out.write(places, values)
-            kept += [places, *chunks, *step]
+            if has_backward:
+                kept += [places, *chunks, *step]
         ctx.save_for_backward(*row, *kept)
         return out.tokens()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides its type
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # may be read once, where layers are recomputed
         row, kept = saved[:5], saved[5:]
         ends = 1 + len(_Chunks._fields), 1 + len(_Chunks._fields) + len(_Kept._fields)
@@ -121,7 +126,7 @@ class _GatedDeltaRule(torch.autograd.Function):
             d_inputs = _backward(chunks, results, d_out * is_token[..., None], d_state[running], d_log_decay[running])
             for rows, d_input in zip(d_row, d_inputs, strict=True):
                 rows.write(places, d_input)
-        return *(rows.tokens() for rows in d_row), None
+        return *(rows.tokens() for rows in d_row), None, None
 
 
 class _Chunks(NamedTuple):

@@ -65,7 +65,7 @@ def test_layouts_that_are_not_proven_are_refused(tmp_path: Path, name: str, fami
 
 
 def test_published_settings_of_qwen3_5_are_read(tmp_path: Path) -> None:
-    settings = read_config(MODELS["qwen3_5_moe"][1](tmp_path / "model"))
+    settings = dict(read_config(MODELS["qwen3_5_moe"][1](tmp_path / "model")))
     for key in ("intermediate_size", "layer_types", "head_dim", "partial_rotary_factor", "rope_parameters"):
         del settings[key]
     shape = qwen3_5({**settings, "num_hidden_layers": 5})

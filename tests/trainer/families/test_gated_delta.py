@@ -64,8 +64,11 @@ def test_gradients_do_not_change_where_layers_are_recomputed(contexts: Any) -> N
     torch.manual_seed(0)
     row = [torch.randn(70, 2, 8, requires_grad=True) for _ in range(3)]
     row += [-torch.rand(70, 2).requires_grad_(), torch.rand(70, 2, requires_grad=True)]
-    at_once = gated_delta_rule(*row, [69, 1])
-    again = checkpoint(gated_delta_rule, *row, [69, 1], use_reentrant=False, context_fn=contexts)
+
+    def rule(*inputs: Tensor) -> Tensor:
+        return gated_delta_rule(*inputs, sizes=[69, 1])
+
+    at_once, again = rule(*row), checkpoint(rule, *row, use_reentrant=False, context_fn=contexts)
     for one, other in zip(*(torch.autograd.grad(out.sum(), row) for out in (at_once, again)), strict=True):
         assert torch.equal(one, other)
 
