@@ -104,11 +104,17 @@ LAYOUTS = (
     ),
     Layout("fsdp 2 x tp 2 x ep 2", "qwen3_moe", {"data_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 2}),
 )
+_REFUSED = {
+    "gpt_oss": ("context_parallel",),
+    "qwen3_5": ("context_parallel", "tensor_parallel", "expert_parallel"),
+    "qwen3_5_moe": ("context_parallel", "tensor_parallel"),
+}
+"""Options of layouts that a family does not have."""
 FAMILIES = (
     *(Layout(f"fsdp2 {name}", name, {"engine": "fsdp2", "data_parallel_shard": 2}) for name in TINY_FAMILIES),
     *(
         Layout(f"{model} {name}", model, degrees)
-        for model in ("gpt_oss", "deepseek_v3", "glm4_moe")
+        for model in ("gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_5", "qwen3_5_moe")
         for name, degrees in (
             ("1", {}),
             ("1 recomputed", {"activation_checkpointing": "selective"}),
@@ -125,7 +131,7 @@ FAMILIES = (
             ("fsdp 2 x tp 2 x ep 2", {"data_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 2}),
             ("pp 2 x ep 2", {"pipeline_parallel": 2, "data_parallel_shard": 2, "expert_parallel": 2}),
         )
-        if model != "gpt_oss" or "context_parallel" not in degrees
+        if not degrees.keys() & _REFUSED.get(model, ())
     ),
 )
 """Compared with one rank of fsdp2."""

@@ -59,7 +59,9 @@ QWEN3_MOE = ModelFamily(
 )
 QWEN3_5 = ModelFamily(
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
-    prepare="trainer.families.qwen3_5:by_documents",
+    engines=("fsdp2", "torchtitan"),
+    decoder="trainer.families.decoders:qwen3_5",
+    prepare="trainer.families.gated_delta:by_documents",
     # vLLM keeps states of prefixes only with chunked prefill, which its CPU sampling does not allow.
     engine_args={"enable_prefix_caching": False},
     generator_ranks=1,

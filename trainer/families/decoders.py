@@ -112,6 +112,32 @@ class DeepseekShape(RoutedShape):
     """What the products of queries and keys are multiplied by."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen35Shape(DecoderConfig):
+    """Qwen3.5 (text): linear layers with a gated delta rule, every few layers attention with gated outputs."""
+
+    spec: ClassVar[str] = "trainer.families.qwen3_5:build_spec"
+
+    attends: tuple[bool, ...]
+    """For each layer, whether it has attention and not a delta rule."""
+    rotary_dim: int
+    """Dimensions of a head that rotary embeddings rotate, the first ones."""
+    num_key_heads: int
+    """Of a linear layer, as the sizes that follow."""
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    kernel_size: int
+    """Tokens that a convolution sees."""
+    shared_hidden_dim: int
+    """Hidden dimension of the shared expert; 0 without experts."""
+
+    def check_layout(self, config: TrainerConfig) -> None:
+        """Raises ValueError for an option that is not proven for Qwen3.5."""
+        one = {"tensor_parallel": 1, "context_parallel": 1}
+        refuse_unproven(config, "Qwen3.5", **one, compile=False, float8="none")
+
+
 def refuse_unproven(config: TrainerConfig, family: str, **accepted: Any) -> None:
     """Raises ValueError if an option has another value than the one that is proven."""
     for name, value in accepted.items():
@@ -193,6 +219,47 @@ def deepseek_v3(config: Mapping[str, Any]) -> DeepseekShape:
         value_dim=int(config["v_head_dim"]),
         yarn=yarn,
         scale=sharper**2 * (nope_dim + rope_dim) ** -0.5,
+    )
+
+
+def qwen3_5(config: Mapping[str, Any]) -> Qwen35Shape:
+    """The `decoder` of Qwen3.5, dense or with experts in every layer."""
+    refuse_options(
+        config,
+        {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False, "mlp_only_layers": []},
+    )
+    rope = rope_parameters(config)
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(f"config.json: rope_type is {rope['rope_type']!r}; only 'default' is supported")
+    has_experts = "num_experts" in config
+    # Mixtures have no feed-forward network of their own, so their files need not say how large it would be.
+    sizes = read_sizes({"head_dim": 256, **({"intermediate_size": 0} if has_experts else {}), **config})
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 0.25
+    interval = int(config.get("full_attention_interval") or 4)
+    kinds = config.get("layer_types") or [
+        "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(sizes["num_layers"])
+    ]
+    return Qwen35Shape(
+        family="qwen3_5",
+        **sizes,
+        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        rope_scaling=None,
+        moe=read_experts(
+            config,
+            num_experts=int(config["num_experts"]),
+            hidden_dim=int(config["moe_intermediate_size"]),
+            normalize_scores=True,
+        )
+        if has_experts
+        else None,
+        attends=tuple(kind == "full_attention" for kind in kinds),
+        rotary_dim=int(sizes["head_dim"] * part),
+        num_key_heads=int(config.get("linear_num_key_heads", 16)),
+        num_value_heads=int(config.get("linear_num_value_heads", 32)),
+        key_head_dim=int(config.get("linear_key_head_dim", 128)),
+        value_head_dim=int(config.get("linear_value_head_dim", 128)),
+        kernel_size=int(config.get("linear_conv_kernel_dim", 4)),
+        shared_hidden_dim=int(config["shared_expert_intermediate_size"]) if has_experts else 0,
     )
 
 

@@ -17,8 +17,8 @@ from rl.types import Head
 from trainer.engines.titan.model.specs import NO_INIT, Policy, model_spec, norms, shard_head_only
 from trainer.families.decoders import DeepseekShape
 from trainer.families.experts import Replays
+from trainer.families.rotary import frequencies, rope_options
 from trainer.families.sigmoid_routing import ROUTED_NAMES, network
-from trainer.families.yarn import frequencies, rope_options
 
 _LATENT_EPS = 1e-6
 """Of the norms of latent vectors, for which transformers reads no setting."""

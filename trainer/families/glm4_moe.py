@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
 from torchtitan.models.common import QKVLinear
 from torchtitan.models.common.config_utils import make_gqa_config
 from torchtitan.models.qwen3 import parallelize_qwen3
@@ -13,25 +11,11 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from rl.types import Head
-from trainer.engines.titan.model.specs import NO_INIT, HFRoPE, Qwen3Policy, model_spec, norm_config, norms
+from trainer.engines.titan.model.specs import NO_INIT, Qwen3Policy, model_spec, norm_config, norms
 from trainer.families.decoders import Glm4MoeShape
 from trainer.families.experts import RoutedBlock
+from trainer.families.rotary import PartialRoPE
 from trainer.families.sigmoid_routing import ROUTED_NAMES, network
-
-
-class PartialRoPE(HFRoPE):
-    """Rotary embeddings of the first `dim` dimensions of each head."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(HFRoPE.Config):
-        """Same fields as `HFRoPE.Config`."""
-
-    def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[1, L, heads, head_dim] each, rotated."""
-        dim = self.config.dim
-        rotated = super().forward(query[..., :dim], key[..., :dim], positions)
-        query, key = (torch.cat([r, x[..., dim:]], -1) for r, x in zip(rotated, (query, key), strict=True))
-        return query, key
 
 
 class Glm4MoePolicy(Qwen3Policy):

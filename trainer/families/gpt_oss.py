@@ -39,7 +39,7 @@ from trainer.engines.titan.model.specs import (
 )
 from trainer.families.decoders import GptOssShape
 from trainer.families.experts import Replays, moe_config
-from trainer.families.yarn import YarnRoPE, rope_options
+from trainer.families.rotary import YarnRoPE, rope_options
 
 _EXPERTS = ("gate_up_EDG", "gate_up_bias_EG", "down_EFD", "down_bias_ED")
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -23,6 +25,7 @@ from transformers import (
     GptOssForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
@@ -33,7 +36,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from rl.tiny_models import SERVABLE, TINY_SHAPE, save_tiny
+from rl.tiny_models import SERVABLE, TINY_SHAPE, VOCAB_SIZE, save_tiny
 
 _NEUTRAL = ("gate.weight", "conv1d.weight", "router.weight", "e_score_correction_bias", "sinks")
 SHAPE: dict[str, Any] = {**TINY_SHAPE, **SERVABLE, "num_key_value_heads": 2}
@@ -136,7 +139,7 @@ def _qwen3_5_moe(path: Path) -> Path:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     options: dict[str, Any] = {**SHAPE, **_DELTA, **experts, "shared_expert_intermediate_size": 64}
     build = _random(Qwen3_5MoeForCausalLM)
-    return _centred(save_tiny(build, Qwen3_5MoeTextConfig(tie_word_embeddings=False, **options), path))
+    return _spaced(_centred(save_tiny(build, Qwen3_5MoeTextConfig(tie_word_embeddings=False, **options), path)))
 
 
 def _centred(path: Path) -> Path:
@@ -144,6 +147,19 @@ def _centred(path: Path) -> Path:
     file = path / "model.safetensors"
     weights = {n: t - float("norm" in n and "linear_attn.norm" not in n) for n, t in load_file(file).items()}
     save_file(weights, file, {"format": "pt"})
+    return path
+
+
+def _spaced(path: Path) -> Path:
+    """Writes a tokenizer of words with a space before them: for this model type transformers allows but its own class.
+
+    That class reads bytes, of which the vocabulary has none, so words are added tokens, and a first word is no token.
+    """
+    words = [f" w{i}" for i in range(VOCAB_SIZE)]
+    tokenizer = Tokenizer(BPE({word: i for i, word in enumerate(words)}, []))
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    special = dict.fromkeys(("eos_token", "unk_token"), words[2])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=words[0], **special).save_pretrained(path)
     return path
 
 

@@ -48,10 +48,13 @@ FLOORS = {
     "seed_oss fsdp2": 1e-5,
     "smollm3 fsdp2": 1e-5,
     "qwen3_5 fsdp2": 5e-2,
+    "qwen3_5 torchtitan": 5e-2,
+    "qwen3_5_moe fsdp2": 1e-1,
+    "qwen3_5_moe torchtitan": 1e-1,
 }
 """Family and engine -> the most that trainer and generator may differ in a token's log-prob, in the mean of a step. In
-float32, but for Qwen3.5, which vLLM serves in bfloat16 alone on a CPU. Its mixtures are not here: for their model type
-transformers takes no tokenizer of words."""
+float32, but for Qwen3.5, which vLLM serves in bfloat16 alone on a CPU. There mixtures choose other experts for some
+tokens."""
 IN_PROCESSES = ("olmo3", "seed_oss", "smollm3")
 """vLLM changes their classes."""
 ROUNDED = ("gemma4",)

@@ -26,7 +26,7 @@ from trainer.engines.model_check import check_model
 
 DECAYS = ("A_log", "dt_bias")
 """Parameters of the gated delta rule of whose gradients transformers' float32 is itself 2e-5 from float64."""
-BUILT_BY_TORCHTITAN = ("gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_moe")
+BUILT_BY_TORCHTITAN = ("gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_moe", "qwen3_5", "qwen3_5_moe")
 BOUNDS = {"qwen3_5_moe": 3e-5}
 """Worst relative errors of gradients other than 1e-5: experts below delta rules repeat their rounding."""
 

@@ -15,7 +15,7 @@ from rl.system.hf_config import read_config
 from tests.architectures import MODELS
 from trainer.config import TrainerConfig
 from trainer.engines.model_check import check_model
-from trainer.families.decoders import deepseek_v3, gpt_oss, read_yarn
+from trainer.families.decoders import deepseek_v3, gpt_oss, qwen3_5, read_yarn
 
 LONG = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
 
@@ -49,10 +49,28 @@ def test_ranks_that_cannot_cut_a_network_are_refused(tmp_path: Path) -> None:
         check_model(TrainerConfig(model=model, tensor_parallel=2, expert_parallel=2))
 
 
-def test_shards_of_a_row_are_refused_for_sinks(tmp_path: Path) -> None:
-    model = MODELS["gpt_oss"][1](tmp_path / "model")
-    with pytest.raises(ValueError, match="context_parallel is 2; for gpt-oss only 1 is proven"):
-        check_model(TrainerConfig(model=model, context_parallel=2))
+@pytest.mark.parametrize(
+    ("name", "family", "option"),
+    [
+        ("gpt_oss", "gpt-oss", "context_parallel"),
+        ("qwen3_5", r"Qwen3\.5", "context_parallel"),
+        ("qwen3_5_moe", r"Qwen3\.5", "tensor_parallel"),
+    ],
+)
+def test_layouts_that_are_not_proven_are_refused(tmp_path: Path, name: str, family: str, option: str) -> None:
+    model = MODELS[name][1](tmp_path / "model")
+    options: dict[str, Any] = {option: 2}
+    with pytest.raises(ValueError, match=f"{option} is 2; for {family} only 1 is proven"):
+        check_model(TrainerConfig(model=model, **options))
+
+
+def test_published_settings_of_qwen3_5_are_read(tmp_path: Path) -> None:
+    settings = dict(read_config(MODELS["qwen3_5_moe"][1](tmp_path / "model")))
+    for key in ("intermediate_size", "layer_types", "head_dim", "partial_rotary_factor", "rope_parameters"):
+        del settings[key]
+    shape = qwen3_5({**settings, "num_hidden_layers": 5})
+    assert shape.attends == (False, False, False, True, False)
+    assert (shape.head_dim, shape.rotary_dim) == (256, 64)
 
 
 def test_settings_that_would_change_the_model_are_refused(tmp_path: Path) -> None:
@@ -60,6 +78,7 @@ def test_settings_that_would_change_the_model_are_refused(tmp_path: Path) -> Non
         ("gpt_oss", gpt_oss, {"attention_bias": False}, "attention_bias is False; only True is supported"),
         ("gpt_oss", gpt_oss, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be between 1 and the 4"),
         ("deepseek_v3", deepseek_v3, {"rope_interleave": False}, "rope_interleave is False; only True is supported"),
+        ("qwen3_5", qwen3_5, {"attention_bias": True}, "attention_bias is True; only False is supported"),
     ):
         settings = read_config(MODELS[name][1](tmp_path / f"{name}-{message[:9]}"))
         with pytest.raises(ValueError, match=message):

@@ -24,7 +24,9 @@ from trainer.engines.contract.reference import ReferencePolicy, published
 NAMES = ("gpt_oss", "qwen3_5", "qwen3_5_moe", "glm4_moe", "deepseek_v3", "gemma4", "gemma2")
 
 
-TITAN = ("gpt_oss", "deepseek_v3", "glm4_moe")
+TITAN = ("gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_5", "qwen3_5_moe")
+EXPERTS_OF_TWO = {"data_parallel_shard": 4, "expert_parallel": 2}
+EXPERTS_IN_TENSORS = {"tensor_parallel": 2, "expert_parallel": 2}
 
 
 def gradients(rank: int, model: Path, ranks: int, result: Path) -> None:
@@ -83,10 +85,13 @@ def push_export_and_save(rank: int, model: Path, layout: dict[str, Any], folder:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", TITAN)
 @pytest.mark.parametrize(
-    "layout",
-    [{"data_parallel_shard": 4, "expert_parallel": 2}, {"tensor_parallel": 2, "expert_parallel": 2}],
+    ("name", "layout"),
+    [
+        *((name, layout) for name in TITAN[:3] for layout in (EXPERTS_OF_TWO, EXPERTS_IN_TENSORS)),
+        ("qwen3_5", {"data_parallel_shard": 2}),
+        ("qwen3_5_moe", EXPERTS_OF_TWO),
+    ],
 )
 def test_ranks_push_export_and_save_the_whole_model(tmp_path: Path, name: str, layout: dict[str, int]) -> None:
     model = MODELS[name][1](tmp_path / "model")

@@ -4,11 +4,19 @@ Covers: trainer/families/gated_delta.py, trainer/families/qwen3_5.py
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from trainer.families.gated_delta import causal_convolution, gated_delta_rule
 
@@ -43,6 +51,26 @@ def test_values_and_gradients_are_the_recurrences(sizes: Sequence[int]) -> None:
     pairs = zip(*(torch.autograd.grad((out * weight).sum(), inputs) for out in (found, expected)), strict=True)
     for one, other in pairs:
         assert float((one - other).norm()) <= 1e-10 * float(other.norm())
+
+
+def save_products(_: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    del args, options
+    is_product = operation is torch.ops.aten.bmm.default
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("contexts", [noop_context_fn, partial(create_selective_checkpoint_contexts, save_products)])
+def test_gradients_do_not_change_where_layers_are_recomputed(contexts: Any) -> None:
+    torch.manual_seed(0)
+    row = [torch.randn(70, 2, 8, requires_grad=True) for _ in range(3)]
+    row += [-torch.rand(70, 2).requires_grad_(), torch.rand(70, 2, requires_grad=True)]
+
+    def rule(*inputs: Tensor) -> Tensor:
+        return gated_delta_rule(*inputs, sizes=[69, 1])
+
+    at_once, again = rule(*row), checkpoint(rule, *row, use_reentrant=False, context_fn=contexts)
+    for one, other in zip(*(torch.autograd.grad(out.sum(), row) for out in (at_once, again)), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("sizes", [[1, 3, 9], [1], [1, 1]])

@@ -1,6 +1,6 @@
-"""Rotary embeddings scaled by YaRN (https://arxiv.org/abs/2309.00071), with its factor on cosines and sines.
+"""Rotary embeddings of a part of each head, or scaled by YaRN (https://arxiv.org/abs/2309.00071).
 
-transformers multiplies both by that factor too; torchtitan would put its square into the scale of attention.
+YaRN's factor is on cosines and sines, as in transformers; torchtitan would put its square into the scale of attention.
 """
 
 from dataclasses import dataclass
@@ -54,3 +54,18 @@ class YarnRoPE(HFRoPE):
     def inverse_frequencies(self) -> Tensor:
         """[dim / 2] angles per position."""
         return frequencies(self.config)[0]
+
+
+class PartialRoPE(HFRoPE):
+    """Rotary embeddings of the first `dim` dimensions of each head."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(HFRoPE.Config):
+        """Same fields as `HFRoPE.Config`."""
+
+    def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[1, L, heads, head_dim] each, rotated."""
+        dim = self.config.dim
+        rotated = super().forward(query[..., :dim], key[..., :dim], positions)
+        query, key = (torch.cat([r, x[..., dim:]], -1) for r, x in zip(rotated, (query, key), strict=True))
+        return query, key
