@@ -27,16 +27,23 @@ for _signal in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_signal) is signal.SIG_IGN:
         signal.signal(_signal, signal.default_int_handler if _signal == signal.SIGINT else signal.SIG_DFL)
 
-_LONGEST_FIRST = ("vllm", "e2e", "ranks", "seconds")
+_LONGEST_FIRST = ("vllm", "ranks", "e2e", "seconds")
 """Markers in the order in which files that have them are begun, so that no worker is left with long ones at the end."""
-_VLLM = (
-    "tests/generator/",
-    "tests/controller/loops/",
-    "tests/controller/agents/",
-    "tests/controller/frameworks/",
-    "tests/e2e/test_parity.py",
-)
-"""Folders and files whose tests one worker runs, because importing vLLM into the test's own process takes seconds."""
+_TOGETHER = {
+    "vllm": (
+        "tests/generator/",
+        "tests/controller/loops/",
+        "tests/controller/agents/",
+        "tests/controller/frameworks/",
+        "tests/e2e/test_parity.py",
+    ),
+    "trainer": ("tests/trainer/", "tests/rl/weights/test_gpu_memory.py"),
+}
+"""Folders and files that one worker runs.
+
+Importing vLLM into a test's own process takes seconds. So does the server from which ranks are forked, which imports
+every engine, and a worker needs one of its own.
+"""
 
 
 # Importing the tests makes millions of objects that stay, which the collector would walk again and again.
@@ -110,7 +117,7 @@ def _place(item: pytest.Item) -> int:
 
 
 class _FilesStayTogether(LoadScopeScheduling):
-    """Gives a worker whole files, whose tests share fixtures, and one worker all that import vLLM.
+    """Gives a worker whole files, whose tests share fixtures, and one worker all files of an entry of `_TOGETHER`.
 
     In place of `--dist loadgroup`, which pytest-xdist 3.8 ignores under pytest 9.2: it writes a test's group into an
     attribute that pytest no longer reads.
@@ -118,7 +125,7 @@ class _FilesStayTogether(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "vllm" if file.startswith(_VLLM) else file
+        return next((name for name, files in _TOGETHER.items() if file.startswith(files)), file)
 
 
 @pytest.hookimpl(optionalhook=True)  # with -p no:xdist there is nothing to schedule

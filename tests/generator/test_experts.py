@@ -24,7 +24,7 @@ from trainer.push import WeightPublisher
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_experts_are_packed_again_after_every_pull(tmp_path: Path, build_engine: EngineFactory, dtype: str) -> None:
     directory, store = served_qwen3_moe(tmp_path / "model"), FakeStore()
     engine, torch_dtype = build_engine(directory, dtype), getattr(torch, dtype)

@@ -35,7 +35,9 @@ async def _updated_midway(engine: GenerationEngine, store: FakeStore, version: i
     return (await running)[0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bfloat16", "float16"))]
+)
 def test_the_rest_of_a_completion_is_a_fresh_engines(tmp_path: Path, build_engine: EngineFactory, dtype: str) -> None:
     directory, torch_dtype = served_llama(tmp_path / "model", tied=True), getattr(torch, dtype)
     engine, store = build_engine(directory, dtype), FakeStore()

@@ -22,7 +22,7 @@ from rl.weights.versions import INDEX_KEY, UnknownVersionError, WeightsError, We
 from tests.generator.conftest import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.generator.running import run_paced, started
-from tests.generator.served_models import served_llama, served_mistral, served_qwen2, served_qwen3
+from tests.generator.served_models import served_llama, served_mistral, served_qwen3
 from tests.rl.weights.host_sharing import HostSharing
 from tests.rl.weights.receiving_hosts import host_entry, register
 from tests.stores import FakeStore
@@ -35,17 +35,19 @@ pytestmark = pytest.mark.vllm
 def _cases() -> Iterator[Any]:
     """Memory that comes over the network, or is a GPU's, is read as shared memory is, so one case of each is enough.
 
-    TorchStore knows neither families nor dtypes; two of its cases run with every change, the others are slow.
+    TorchStore knows neither families nor dtypes; two of its cases run with every change, the others are slow. So are
+    models that `cpu/test_kinds.py` pulls through shared memory with every change.
     """
     with_torchstore = ((served_llama, True, "float32"), (served_qwen3, False, "bfloat16"))
+    elsewhere = ((served_llama, False), (served_qwen3, True))
     for family, tied, dtype in product((served_llama, served_qwen3), (True, False), ("float32", "bfloat16")):
         for transport in TRANSPORTS:
             if transport not in ("network", "gpu_memory") or (family, tied, dtype) == (served_qwen3, True, "bfloat16"):
                 is_slow = transport == "torchstore" and (family, tied, dtype) not in with_torchstore
+                is_slow |= transport == "shared_memory" and (family, tied) in elsewhere
                 name = f"{family.__name__}-{tied}-{dtype}-{transport}"
                 yield pytest.param(family, tied, dtype, transport, id=name, marks=[pytest.mark.slow] if is_slow else [])
-    for family, tied in ((served_qwen2, True), (served_mistral, False)):
-        yield pytest.param(family, tied, "bfloat16", "shared_memory", id=f"{family.__name__}-{tied}-bfloat16")
+    yield pytest.param(served_mistral, False, "bfloat16", "shared_memory", id="served_mistral-False-bfloat16")
 
 
 @pytest.mark.parametrize(("family", "tied", "dtype", "transport"), list(_cases()))
@@ -104,6 +106,7 @@ def test_a_tied_model_whose_files_repeat_the_head(tmp_path: Path, build_engine: 
     asyncio.run(main())
 
 
+@pytest.mark.slow  # tests/e2e/test_grpo.py pulls this model too, and compares its scores with the trainer's
 def test_the_real_model_takes_in_new_weights(tmp_path: Path, build_engine: EngineFactory, smollm2: Path) -> None:
     # Its matrices are large enough for every way in which vLLM packs weights on the CPU.
     engine, store = build_engine(smollm2, "bfloat16"), FakeStore()

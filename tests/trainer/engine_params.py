@@ -3,6 +3,7 @@
 `megatron_fsdp` needs CUDA and has tests of its own, `engines/test_megatron_fsdp.py`.
 """
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import pytest
@@ -13,11 +14,12 @@ _EVERYWHERE = {name: entry for name, entry in all_engines().items() if name != "
 INSTALLED = [name for name, entry in _EVERYWHERE.items() if not entry.requires or find_spec(entry.requires)]
 
 
-def engine_param(name: str) -> object:
-    """A parameter whose first word is an engine's name."""
+def engine_param(name: str, *others: object, marks: Sequence[pytest.MarkDecorator] = ()) -> object:
+    """A row of parameters; the first word of the first is an engine's name."""
     engine = name.split()[0]
     reason = f"the package {all_engines()[engine].requires!r} is not installed"
-    return pytest.param(name, marks=pytest.mark.skipif(engine not in INSTALLED, reason=reason))
+    return pytest.param(name, *others, marks=[pytest.mark.skipif(engine not in INSTALLED, reason=reason), *marks])
 
 
-ENGINE_PARAMS = [engine_param(name) for name in _EVERYWHERE]
+ENGINES = tuple(_EVERYWHERE)
+ENGINE_PARAMS = [engine_param(name) for name in ENGINES]

@@ -11,7 +11,6 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import numpy as np
 import openai
 import pytest
@@ -40,7 +39,9 @@ def of_openai(endpoint: AgentEndpoint, session: OpenSession) -> openai.AsyncOpen
     return openai.AsyncOpenAI(base_url=f"{endpoint.url}/v1", api_key=session.key, max_retries=0)
 
 
-def of_anthropic(endpoint: AgentEndpoint, session: OpenSession) -> anthropic.AsyncAnthropic:
+def of_anthropic(endpoint: AgentEndpoint, session: OpenSession) -> Any:
+    import anthropic  # takes seconds, in every worker that collects this file
+
     return anthropic.AsyncAnthropic(base_url=endpoint.url, api_key=session.key, max_retries=0)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.commands.command_line import CommandEndedError
+from controller.commands.command_line import CommandEndedError, run_command
 from controller.commands.processes import SAME_SIGNAL_S, STOP_WITHIN_S
 from controller.commands.recipes import describe, find_recipe, load_recipe, override
 from tests.waiting import LIMIT_S, has_ended, wait_for_end, wait_for_line, wait_until
@@ -191,11 +191,19 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
         (("model", "smollm2"), "error: model 'smollm2' is neither a local directory nor a known name"),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    result = ownloop(tmp_path, *arguments)
-    assert result.returncode == 2
-    assert result.stderr.startswith(message)
-    assert len(result.stderr.splitlines()) == 1
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert run_command(arguments) == 2
+    errors = capfd.readouterr().err
+    assert errors.startswith(message)
+    assert len(errors.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -211,35 +219,43 @@ def test_a_mistake_that_the_loop_finds(tmp_path: Path) -> None:
     assert "ToyConfig.mode is 'other'" in result.stderr
 
 
-@pytest.mark.stranger("F5")
-@pytest.mark.parametrize(
-    ("arguments", "status", "message"),
-    [
-        (("--help",), 0, "usage"),
-        (("list",), 0, "grpo_smollm2_cpu"),
-        (("show", str(RECIPE)), 0, "num_steps"),
-        (("run", "grpo_smollm2_cpu", "--help"), 0, "--num-steps"),
-        (("serve", "--help"), 0, "--port"),
-        (("run", "grpo_smollm2_cpu", "--num-steps", "x"), 2, "it must be a whole number"),
-        (("check-engine", "nosuch"), 2, "engine is 'nosuch', which is not known"),
-        (("check-engine", "fsdp2", "--layout", "tp=2"), 2, "with fields data_parallel_shard"),
-        (("check-engine", "fsdp2", "--layout", "tensor_parallel=x"), 2, "tensor_parallel is 'x'; it must be a whole"),
-        (("check-engine", "fsdp2", "--layout", "sequence_parallel=1"), 2, "it must be True or False"),
-        (("chat", "nosuch", "--temperature", "-1"), 2, "temperature is -1"),
-        (("chat", "nosuch"), 2, "model 'nosuch' is neither"),
-        (("serve", "--model", "nosuch"), 2, "model 'nosuch' is neither"),
-    ],
+QUICK: tuple[tuple[tuple[str, ...], int, str], ...] = (
+    (("--help",), 0, "usage"),
+    (("list",), 0, "grpo_smollm2_cpu"),
+    (("show", str(RECIPE)), 0, "num_steps"),
+    (("run", "grpo_smollm2_cpu", "--help"), 0, "--num-steps"),
+    (("serve", "--help"), 0, "--port"),
+    (("run", "grpo_smollm2_cpu", "--num-steps", "x"), 2, "it must be a whole number"),
+    (("check-engine", "nosuch"), 2, "engine is 'nosuch', which is not known"),
+    (("check-engine", "fsdp2", "--layout", "tp=2"), 2, "with fields data_parallel_shard"),
+    (("check-engine", "fsdp2", "--layout", "tensor_parallel=x"), 2, "tensor_parallel is 'x'; it must be a whole"),
+    (("check-engine", "fsdp2", "--layout", "sequence_parallel=1"), 2, "it must be True or False"),
+    (("chat", "nosuch", "--temperature", "-1"), 2, "temperature is -1"),
+    (("chat", "nosuch"), 2, "model 'nosuch' is neither"),
+    (("serve", "--model", "nosuch"), 2, "model 'nosuch' is neither"),
 )
-def test_help_and_mistakes_do_not_load_the_stack(arguments: tuple[str, ...], status: int, message: str) -> None:
-    code = (
-        "import sys\nfrom controller.commands.cli import main\n"
-        f"try: main(sys.argv[1:])\nexcept SystemExit as stop: assert stop.code in ({status}, None), stop\n"
-        "assert not {'torch', 'monarch', 'vllm', 'transformers', 'matplotlib'} & set(sys.modules)"
+"""Arguments, exit status, and what is printed."""
+_QUICK = """
+import json, sys
+from controller.commands.cli import main
+
+for arguments, status, _ in json.loads(sys.argv[1]):
+    try: main(arguments)
+    except SystemExit as stop: assert stop.code == status, stop
+    assert not {'torch', 'monarch', 'vllm', 'transformers', 'matplotlib'} & set(sys.modules), arguments
+    print(end='\\0', flush=True)
+"""
+
+
+@pytest.mark.stranger("F5")
+def test_help_and_mistakes_do_not_load_the_stack() -> None:
+    command, pipe = [sys.executable, "-c", _QUICK, json.dumps(QUICK)], subprocess.PIPE
+    run = subprocess.run(
+        command, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S, check=False
     )
-    command = [sys.executable, "-c", code, *arguments]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert run.returncode == 0, run.stderr
-    assert message in run.stdout + run.stderr
+    assert run.returncode == 0, run.stdout
+    for (arguments, _, message), printed in zip(QUICK, run.stdout.removesuffix("\0").split("\0"), strict=True):
+        assert message in printed, arguments
 
 
 def test_show_prints_the_overridden_configuration(tmp_path: Path) -> None:

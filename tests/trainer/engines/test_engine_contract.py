@@ -22,7 +22,7 @@ from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
 from rl.types import Datum
 from tests.trainer.adapters import load_engine_or_adapter
-from tests.trainer.engine_params import ENGINE_PARAMS
+from tests.trainer.engine_params import ENGINE_PARAMS, ENGINES, engine_param
 from trainer.config import TrainerConfig
 from trainer.engines import base, load_engine
 from trainer.engines.base import Engine, Microbatch, MicrobatchHooks
@@ -42,6 +42,9 @@ UNTIED: dict[str, Callable[[Path], Path]] = {
     "qwen3": lambda path: tiny_qwen3(path, tied=False),
 }
 
+# FSDP2 passes the same checks in test_contract_kit.py, and FSDP1 has two ranks' gradients in test_sharded_engine.py.
+SINGLE_RANKS = [engine_param(name, marks=[pytest.mark.slow] if name.startswith("fsdp") else []) for name in ENGINES]
+
 Build = Callable[[], Engine]
 
 
@@ -50,7 +53,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return MODELS[request.param](tmp_path / "model")
 
 
-@pytest.fixture(params=ENGINE_PARAMS)
+@pytest.fixture(params=SINGLE_RANKS)
 def build(request: pytest.FixtureRequest, model: Path) -> Build:
     """Makes engines of one kind, all of them with the same weights."""
     return lambda: load_engine(TrainerConfig(model=model, engine=request.param, compute_dtype="float32"))
@@ -76,9 +79,14 @@ def test_an_engine_keeps_its_state(check: Check, build_any: Build, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "make", [pytest.param("smollm2", marks=pytest.mark.seconds), "llama", "mistral", "qwen2", "qwen3"]
+    ("engine", "make"),
+    [
+        *(engine_param(engine, make) for engine in ENGINES for make in UNTIED),
+        engine_param("torchtitan", "smollm2", marks=[pytest.mark.seconds]),
+        # A real model is large, but no other than the tiny ones.
+        *(engine_param(engine, "smollm2", marks=[pytest.mark.slow]) for engine in ENGINES if engine != "torchtitan"),
+    ],
 )
-@pytest.mark.parametrize("engine", ENGINE_PARAMS)
 def test_logits_equal_transformers(
     engine: str, make: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

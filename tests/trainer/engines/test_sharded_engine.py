@@ -158,7 +158,7 @@ SLOW = {
     "replicated2_untied",
     "transformers_fsdp2_moe",
     "megatron_replicated2_untied",
-    *(set(ADAPTERS) - {"adapter_fsdp2_tied", "adapter_pp2_untied"}),
+    *(set(ADAPTERS) - {"adapter_fsdp2_tied"}),  # of two stages: test_sharded_adapters.py
 }
 
 
