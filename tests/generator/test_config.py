@@ -157,6 +157,12 @@ def test_adapters_get_the_next_rank_that_vllm_knows(tmp_path: Path) -> None:
     assert "VLLM_USE_V2_MODEL_RUNNER" not in generator_env(config, has_gpu=True)
 
 
+def test_adapters_of_vision_need_a_model_that_reads_images(tmp_path: Path) -> None:
+    config = GeneratorConfig(model=served_llama(tmp_path / "m", tied=True), lora=LoRALimits(vision=True))
+    with pytest.raises(ValueError, match=r"LoRALimits\.vision is True and .* is a model of text"):
+        config.check_model()
+
+
 def test_the_controller_side_does_not_import_vllm() -> None:
     source = "import sys, controller.handles.generator_handle; assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).parents[2], timeout=120)

@@ -26,6 +26,12 @@ def check_routers(config: Mapping[str, Any]) -> None:
 def check_image_size(config: Mapping[str, Any]) -> None:
     """The `check` of Gemma 3: vLLM attends from an image's tokens to all of them, and transformers within a window."""
     num_tokens, window = config.get("mm_tokens_per_image", 256), config.get("sliding_window", 4096)
+    vision = config["vision_config"]
+    if (vision["image_size"] // vision["patch_size"]) ** 2 != 16 * num_tokens:
+        raise ValueError(
+            f"config.json: mm_tokens_per_image is {num_tokens}, and an image has not 16 patches for each; vLLM's "
+            "adapters rely on these"
+        )
     if num_tokens > window:
         raise ValueError(
             f"config.json: mm_tokens_per_image is {num_tokens} and sliding_window {window}; an image must fit into the "
@@ -82,6 +88,7 @@ QWEN3_VL = ModelFamily(
         hidden="trainer.families.qwen_vl:hidden",
         prompt="generator.image_prompts:engine_prompt",
         tower=("model.visual.",),
+        adaptable="generator.image_prompts:adaptable",
     ),
 )
 assert QWEN3_VL.vision is not None
@@ -102,6 +109,7 @@ GEMMA3 = ModelFamily(
         hidden="trainer.families.gemma3_images:hidden",
         prompt="generator.image_prompts:gemma_prompt",
         tower=("model.vision_tower.", "model.multi_modal_projector."),
+        adaptable="generator.image_prompts:adaptable",
         renamed={
             "model.language_model.": "language_model.model.",
             "model.vision_tower.": "vision_tower.vision_model.",
