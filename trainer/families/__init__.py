@@ -81,7 +81,6 @@ QWEN3_VL = ModelFamily(
         # vLLM's endpoints would fetch any address; with a list of one that is no host, only data URLs are read.
         "allowed_media_domains": ["none.invalid"],
     },
-    generator_ranks=1,
     prepare_process=_TORCHVISION,
     vision=VisionParts(
         renderer="rl.vision.qwen_images:QwenImages",
@@ -102,7 +101,6 @@ GEMMA3 = ModelFamily(
     check="trainer.families:check_image_size",
     # The CPU computes a prompt with images in one step; see generator/cpu/image_attention.py.
     engine_args={**QWEN3_VL.engine_args, "limit_mm_per_prompt": {}, "enable_prefix_caching": False},
-    generator_ranks=1,
     prepare_process=_TORCHVISION,
     vision=VisionParts(
         renderer="rl.vision.gemma_images:GemmaImages",
