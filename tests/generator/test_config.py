@@ -143,7 +143,7 @@ def test_blocks_are_as_small_as_the_kernel_allows(
         ({"max_adapters": 9, "max_loaded": 8}, r"max_loaded is 8; it must be at least max_adapters, 9"),
     ],
 )
-def test_wrong_limits_of_adapters_are_named(limits: dict[str, int], message: str) -> None:
+def test_wrong_limits_of_adapters_are_named(limits: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoRALimits(**limits)
 
