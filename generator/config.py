@@ -40,6 +40,7 @@ _OWN_FIELDS = {
     "max_lora_rank": "lora.max_rank",
     "max_loras": "lora.max_adapters",
     "max_cpu_loras": "lora.max_loaded",
+    "enable_tower_connector_lora": "lora.vision",
     "return_sampling_mask": "kept_sets",
     "enable_return_routed_experts": "routes",
 }
@@ -65,6 +66,8 @@ class LoRALimits:
     """Adapters that are computed at the same time. Requests of further adapters wait for a place."""
     max_loaded: int = 32
     """Adapters that are kept in the host's memory. Every frozen version counts as one."""
+    vision: bool = False
+    """Whether adapters may change what reads images. An image is then computed for each adapter anew."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -131,22 +134,20 @@ class GeneratorConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        if self.dtype not in get_args(GeneratorDtype):
-            raise ValueError(f"GeneratorConfig.dtype is {self.dtype!r}; it must be one of {get_args(GeneratorDtype)}")
-        if self.head_dtype not in (accepted := (None, *get_args(HeadDtype))):
-            raise ValueError(f"GeneratorConfig.head_dtype is {self.head_dtype!r}; it must be one of {accepted}")
-        if self.weight_transport not in TRANSPORT_CHOICES:
-            raise ValueError(
-                f"GeneratorConfig.weight_transport is {self.weight_transport!r}; it must be one of {TRANSPORT_CHOICES}"
-            )
+        choices = {
+            "dtype": get_args(GeneratorDtype),
+            "head_dtype": (None, *get_args(HeadDtype)),
+            "weight_transport": TRANSPORT_CHOICES,
+            "on_failure": get_args(OnFailure),
+            "placement": get_args(Placement),
+        }
+        for name, accepted in choices.items():
+            if getattr(self, name) not in accepted:
+                raise ValueError(f"GeneratorConfig.{name} is {getattr(self, name)!r}; it must be one of {accepted}")
         for name in ("tensor_parallel", "num_replicas", "max_model_len", "max_num_seqs", "num_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"GeneratorConfig.{name} is {getattr(self, name)}; it must be at least 1")
         check_gpus("GeneratorConfig", self.gpus, self.tensor_parallel * self.num_replicas)
-        choices = {"on_failure": get_args(OnFailure), "placement": get_args(Placement)}
-        for name, accepted in choices.items():
-            if getattr(self, name) not in accepted:
-                raise ValueError(f"GeneratorConfig.{name} is {getattr(self, name)!r}; it must be one of {accepted}")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise ValueError(f"GeneratorConfig.request_timeout_s is {self.request_timeout_s}; it must be above 0")
         if self.engine_args:
@@ -183,6 +184,8 @@ class GeneratorConfig:
                 f"GeneratorConfig.tensor_parallel is {self.tensor_parallel}; this model has {heads} attention heads and"
                 f" {kv_heads} key-value heads, which can be split over {', '.join(map(str, accepted))} ranks"
             )
+        if self.lora is not None and self.lora.vision and vision_of(model) is None:
+            raise ValueError(f"LoRALimits.vision is True and {self.model} is a model of text; it must be False")
         self._check_routes(model, {} if family is None else family.engine_args)
         longest = longest_context(model)
         if self.max_model_len > longest:

@@ -19,6 +19,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from rl.images import PlacedImage, images_of
+from rl.lora import MLP_MODULES
 from rl.rollouts.rendering import ImageRenderer
 from rl.system.hf_config import VisionParts, read_config, vision_of
 
@@ -64,6 +65,19 @@ def import_torchvision() -> None:
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _DECLARED.append(library)  # the declarations end with it
     importlib.import_module("torchvision")
+
+
+def adaptable(config: Mapping[str, Any]) -> Sequence[str]:
+    """vLLM's names of a vision tower's projections, or their last parts, by the settings of `config.json`.
+
+    The projections of Qwen's attention have their whole names: `proj` alone is also the convolution that reads patches.
+    """
+    vision = config["vision_config"]
+    if "depth" not in vision:  # SigLIP, of Gemma 3
+        return ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+    attention = [f"visual.blocks.{layer}.attn.proj" for layer in range(vision["depth"])]
+    merger = ("visual.merger.mlp.0", "visual.merger.mlp.2")  # of Qwen2.5-VL
+    return (*attention, "qkv", "linear_fc1", "linear_fc2", *MLP_MODULES, *merger)
 
 
 def engine_prompt(tokens: Sequence[int], images: Sequence[PlacedImage]) -> Any:

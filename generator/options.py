@@ -6,12 +6,13 @@ keep vLLM's defaults. `GeneratorConfig.engine_args` overrides everything.
 
 import platform
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import Any
 
 from generator.config import LORA_RANKS, GeneratorConfig, room_to_score
 from rl.lora import ATTENTION_MODULES, FURTHER_ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
 from rl.system.hardware import cpu_features, cpu_malloc_env, cpu_thread_env, sees_gpu
-from rl.system.hf_config import find_family, num_experts, read_config
+from rl.system.hf_config import find_family, num_experts, read_config, vision_of
 
 CPU_KERNELS = "ownloop_cpu"
 """The name under which `cpu/patches.py` registers kernels with vLLM."""
@@ -139,6 +140,7 @@ def _lora_options(config: GeneratorConfig) -> dict[str, Any]:
         "max_loras": config.lora.max_adapters,
         "max_cpu_loras": config.lora.max_loaded + 1,  # a new version is loaded before the old one goes
         "lora_target_modules": _adaptable_modules(config),
+        "enable_tower_connector_lora": config.lora.vision,
     }
 
 
@@ -147,12 +149,14 @@ def _has_gpu(has_gpu: bool | None) -> bool:
 
 
 def _adaptable_modules(config: GeneratorConfig) -> list[str]:
-    """The last parts of the names of the projections that vLLM makes adaptable."""
+    """The names of the projections that vLLM makes adaptable, or their last parts."""
     # The projections of experts have the same names as an MLP's. No adapter has them, and where vLLM could adapt
     # experts it computes them with Triton, which a CPU does not have: the first request would end the engine.
-    has_experts = num_experts(read_config(config.model)) > 0
-    mlp = () if has_experts else MLP_MODULES
-    return [*ATTENTION_MODULES, *FURTHER_ATTENTION_MODULES, *mlp, *UNEMBED_MODULES]
+    model = read_config(config.model)
+    mlp = () if num_experts(model) > 0 else MLP_MODULES
+    parts = vision_of(model) if config.lora and config.lora.vision else None
+    vision = () if parts is None else resolve_name(parts.adaptable)(model)
+    return [*ATTENTION_MODULES, *FURTHER_ATTENTION_MODULES, *mlp, *UNEMBED_MODULES, *vision]
 
 
 def cpu_block_size(dtype: str) -> int:

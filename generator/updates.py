@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from vllm.config import ModelConfig
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -39,16 +38,6 @@ _STAY = ("gpu_memory", "shared_memory")
 _CANNOT_LOAD = "generator rank {rank} could not take the weights in"
 
 
-def _is_tied(config: ModelConfig) -> bool:
-    """Whether the output layer is the embedding matrix, which `GeneratorConfig.check_model` has compared."""
-    # Where the files repeat the matrix, vLLM loads the model as untied and ties it afterwards.
-    return config.hf_config.tie_word_embeddings or config.word_embeddings_untied_by_checkpoint
-
-
-def _nothing() -> None:
-    pass
-
-
 class WeightUpdates:
     """The weights of one vLLM engine, of the model itself and of its adapters: their versions, and how they change."""
 
@@ -57,11 +46,10 @@ class WeightUpdates:
         self._engine = engine
         self._group = group
         self._receivers = {name: load_transport(name).receiver(group.broadcast_object) for name in TRANSPORTS}
-        self._loader = WeightLoader(
-            engine.model_executor.driver_worker.get_model(),
-            config.model,
-            tied_embeddings=_is_tied(engine.model_config),
-        )
+        model, settings = engine.model_executor.driver_worker.get_model(), engine.model_config
+        # Where the files repeat the embedding matrix, vLLM loads the model as untied and ties it afterwards.
+        tied: bool = settings.hf_config.tie_word_embeddings or settings.word_embeddings_untied_by_checkpoint
+        self._loader = WeightLoader(model, config.model, tied_embeddings=tied)
         self._num_updates = 0
         self._pulled: VersionRecord | None = None  # the version in the model, if it can be had again
         self._dropped: VersionRecord | None = None  # the version that a sleep has dropped
@@ -181,7 +169,7 @@ class WeightUpdates:
     def _load_model(self, record: VersionRecord, feed: Feed | None) -> None:
         problem: Exception | None = None
         with contextlib.ExitStack() as stack:
-            load: Callable[[], None] = _nothing
+            load: Callable[[], None] | None = None
             weights: Any = None
             backup: Backup | None = None
             try:
@@ -196,6 +184,7 @@ class WeightUpdates:
             except Exception as error:
                 problem = error
             raise_on_every_rank(problem, _CANNOT_LOAD, self._group.cpu_group)
+            assert load is not None
             try:
                 load()
             except Exception as error:
@@ -374,6 +363,8 @@ class Adapters:
             self._scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         for request in theirs(self._scheduler.requests.values()):
             request.lora_request = to
+            for image in request.mm_features:  # under this name vLLM keeps its features
+                image.identifier = f"{to.lora_name}:{image.mm_hash}"
             request.block_hashes.clear()
             request.update_block_hashes()
         for state in theirs(getattr(self._runner, "requests", {}).values()):  # the runner's own notes of them

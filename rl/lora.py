@@ -23,8 +23,10 @@ FURTHER_ATTENTION_MODULES = (
 MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
 UNEMBED_MODULES = ("lm_head",)
 """The last parts of the names of the projections that can be adapted, in Hugging Face's names."""
+VISION_TOWERS = ("visual", "vision_tower")
+"""Parts of the names of what reads images. All its linear layers are adapted, if `TrainerConfig.train_vision`."""
 
-_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 
 LivePolicy = str | None
 """The newest weights of a policy: an adapter's name, or None for the model itself."""
@@ -53,10 +55,6 @@ class LoRAConfig:
         """Raises ValueError naming the field, the value and what is accepted."""
         check_at_least(1, rank=self.rank)
         check_above_zero(alpha=self.alpha)
-        if not self.module_names:
-            raise ValueError(
-                "LoRAConfig: train_attn, train_mlp and train_unembed are all False; at least one must be True"
-            )
 
     @property
     def scale(self) -> float:
@@ -72,7 +70,8 @@ class LoRAConfig:
 
     def adapts(self, module: str) -> bool:
         """Whether this adapter adapts a module, given its Hugging Face name ("model.layers.0.self_attn.q_proj")."""
-        return module.rpartition(".")[2] in self.module_names
+        of_vision = not set(VISION_TOWERS).isdisjoint(module.split("."))
+        return of_vision or module.rpartition(".")[2] in self.module_names
 
 
 def check_adapter_name(name: str) -> None:
@@ -85,12 +84,12 @@ def check_adapter_name(name: str) -> None:
 
 def tensor_name(module: str, which: Literal["A", "B"]) -> str:
     """PEFT's name of a module's A [rank, in] or B [out, rank], given the module's Hugging Face name."""
-    return f"{_PREFIX}{module}.lora_{which}.weight"
+    return f"{PEFT_PREFIX}{module}.lora_{which}.weight"
 
 
 def module_name(tensor: str) -> str:
     """The Hugging Face name of the module to which an adapter's tensor belongs."""
-    return tensor.removeprefix(_PREFIX).rpartition(".lora_")[0]
+    return tensor.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0]
 
 
 def adapted_modules(tensors: Iterable[str]) -> tuple[str, ...]:

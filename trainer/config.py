@@ -115,7 +115,8 @@ class TrainerConfig(LayoutConfig):
     """If given, the model is frozen and what is trained are adapters over it, made by `Engine.adapter`. A loop trains
     one adapter with these values. None trains the model itself."""
     train_vision: bool = False
-    """Whether the parameters that read images are trained, too. Otherwise they stay as they are."""
+    """Whether the parameters that read images are trained, too, or with `lora` adapted. Otherwise they stay as they
+    are."""
     max_tokens_per_microbatch: int = 4096
     """Most tokens of one packed forward and backward pass, which a context-parallel group splits. Bounds activation
     memory. A longer datum runs alone."""
@@ -165,16 +166,8 @@ class TrainerConfig(LayoutConfig):
                 f"TrainerConfig.float8 is {self.float8!r} and compute_dtype is {self.compute_dtype!r}; float8 matrix "
                 "products end in bfloat16, so compute_dtype must be 'bfloat16'"
             )
-        for name in (
-            "data_parallel_shard",
-            "data_parallel_replicate",
-            "tensor_parallel",
-            "context_parallel",
-            "pipeline_parallel",
-            "expert_parallel",
-            "max_tokens_per_microbatch",
-            "num_threads",
-        ):
+        degrees = (each.name for each in fields(LayoutConfig) if type(each.default) is int)
+        for name in (*degrees, "max_tokens_per_microbatch", "num_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainerConfig.{name} is {getattr(self, name)}; it must be at least 1")
         check_gpus("TrainerConfig", self.gpus, self.num_ranks)

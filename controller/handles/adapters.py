@@ -52,21 +52,21 @@ class BoundGenerator:
 
 def check_lora(trainer: TrainerConfig, generator: GeneratorConfig) -> None:
     """Raises ValueError unless the generator can serve what the trainer trains: the model itself, or adapters."""
-    if trainer.lora is None and generator.lora is not None:
+    lora, room = trainer.lora, generator.lora
+    if lora is None or room is None:
+        if lora is room:
+            return
+        given, missing = ("TrainerConfig", "GeneratorConfig") if room is None else ("GeneratorConfig", "TrainerConfig")
         raise ValueError(
-            "GeneratorConfig.lora is set and TrainerConfig.lora is None: this trainer pushes the whole model, not "
-            "adapters; set both or neither"
+            f"{given}.lora is set and {missing}.lora is None; set both to train adapters, or neither to train the model"
         )
-    if trainer.lora is not None and generator.lora is None:
+    if lora.rank > room.max_rank:
         raise ValueError(
-            "TrainerConfig.lora is set and GeneratorConfig.lora is None: this generator has no room for adapters; set "
-            "both or neither"
+            f"TrainerConfig.lora.rank is {lora.rank}; GeneratorConfig.lora.max_rank is {room.max_rank}, and must be at "
+            "least as high"
         )
-    if trainer.lora is not None and generator.lora is not None and trainer.lora.rank > generator.lora.max_rank:
-        raise ValueError(
-            f"TrainerConfig.lora.rank is {trainer.lora.rank}; GeneratorConfig.lora.max_rank is "
-            f"{generator.lora.max_rank}, and must be at least as high"
-        )
+    if trainer.train_vision and not room.vision:
+        raise ValueError("TrainerConfig.train_vision is True, with lora; GeneratorConfig.lora.vision must be True, too")
 
 
 def check_same_base(lora: LoRAConfig | LoRALimits | None, base: Path | None, model: Path) -> Path | None:

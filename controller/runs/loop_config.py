@@ -190,7 +190,8 @@ class RolloutLoopConfig(LoopConfig):
                 self._set(part.name, replace(value, placement=self.placement))
         if self.lora is not None:
             room = self.generator.lora or LoRALimits(max_rank=self.lora.rank)
-            room = replace(room, max_rank=max(room.max_rank, self.lora.rank))  # a generator with more room keeps it
+            vision = room.vision or self.trainer.train_vision
+            room = replace(room, max_rank=max(room.max_rank, self.lora.rank), vision=vision)
             self._set("generator", replace(self.generator, lora=room))
         check_at_least(
             1, prompts_per_step=self.prompts_per_step, group_size=self.group_size, eval_samples=self.eval_samples

@@ -59,6 +59,8 @@ class VisionParts:
     """What the names of the vision parameters begin with in transformers."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     """Beginnings of parameters' names in transformers -> in checkpoints, where they differ."""
+    adaptable: str = ""
+    """Of a generator: a function of the settings -> vLLM's names of the projections that adapters may change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,17 +92,20 @@ class ModelFamily:
 
 def find_family(config: Mapping[str, Any]) -> ModelFamily | None:
     """The row of the first architecture that a `config.json` names; None for an architecture of the core."""
-    named: list[str] = config.get("architectures") or []
-    for family in _families():
-        if named and named[0] in family.architectures:
-            return family
-    return None
+    named: list[str] = config.get("architectures") or [""]
+    return next((family for family in _families() if named[0] in family.architectures), None)
 
 
 def vision_of(config: Mapping[str, Any]) -> VisionParts | None:
     """What the model reads images with, by the settings that `read_config` returns; None for a model of text."""
     family = find_family(config)
     return None if family is None else family.vision
+
+
+def renamed(name: str, beginnings: Mapping[str, str]) -> str:
+    """The name with the first of these beginnings that it has replaced, as in `VisionParts.renamed`."""
+    start = next((start for start in beginnings if name.startswith(start)), "")
+    return beginnings.get(start, "") + name.removeprefix(start)
 
 
 def proven_architectures() -> tuple[str, ...]:

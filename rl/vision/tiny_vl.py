@@ -56,7 +56,7 @@ _GEMMA_IDS = {
     "image_token_index": _GEMMA_IMAGE,
     "eos_token_id": "<end_of_turn>",
 }
-_GEMMA_TOKENS, _GEMMA_SIDE = 4, 64  # tokens of an image, and pixels of its side
+_GEMMA_TOKENS, _GEMMA_SIDE = 4, 128  # tokens of an image, and pixels of its side
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,

@@ -1,16 +1,25 @@
-"""A run with images is killed and continues as if it had been left alone; it is replayed; what it exports is served.
+"""A run with images is killed and continues as if it had been left alone; it is replayed; two ranks serve one model.
 
-Covers: configs/guess_colour_tinyvl_cpu.py
+Covers: configs/guess_colour_tinyvl_cpu.py, generator/image_prompts.py
 """
 
+import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from controller.runs.folder import complete_checkpoints
 from generator.image_prompts import FOLDER
+from rl.rollouts.rendering import Renderer
+from rl.types import SamplingParams
 from tests.e2e.cli_runs import kill_controller, metric_rows, model_hash, ownloop, wait
+from tests.e2e.publisher_actor import perturbed
+from tests.e2e.weight_meshes import export, publish, running_generator, running_publisher, running_store
+from tests.vision import WITH_IMAGES, WORDS, image_datum, parts
 from tests.waiting import wait_for_end
+from trainer.config import TrainerConfig
+from trainer.engines import load_engine
 
 pytestmark = [
     pytest.mark.e2e,
@@ -41,3 +50,30 @@ def test_a_killed_run_continues_and_is_replayed(tmp_path: Path) -> None:
     assert versions(whole) == [1, 2, 3, 4, 5]
     finish(tmp_path, RECIPE, "--name", "replayed", "--replay", str(whole))
     assert model_hash(whole) == model_hash(killed) == model_hash(replayed)
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_two_tensor_parallel_ranks_read_images(tmp_path: Path, name: str) -> None:
+    """Two ranks push, each a shard of every weight, and two pull; log-probs are a trainer's of the same weights."""
+    model, logs = WITH_IMAGES[name](tmp_path / "model", WORDS), tmp_path / "logs"
+    exported = export(model, perturbed(model, 3), "float32", tmp_path / "exported")
+    pictures = [((64, 64),), ((96, 32), (32, 32)), ((128, 64),)]
+    prompts = [Renderer(model).encode(parts("what", *each, "colour")) for each in pictures]
+    greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+    async def main() -> None:
+        async with (
+            running_store(logs) as store,
+            running_generator(model, "float32", logs, store, tensor_parallel=2) as generator,
+            running_publisher(store, model, "float32", "shared_memory", logs) as publisher,
+        ):
+            for version in (1, 2, 3):
+                await publish(publisher, version, seed=version)
+                await generator.pull_model_state_dict(version)
+            samples = [sample for each in prompts for sample in await generator.generate(each, greedy)]
+        trainer = load_engine(TrainerConfig(model=exported, engine="fsdp2", compute_dtype="float32"))
+        data = [image_datum(prompt, sample.tokens) for prompt, sample in zip(prompts, samples, strict=True)]
+        for prompt, sample, found in zip(prompts, samples, trainer.forward([data]).logprobs, strict=True):
+            assert np.abs(found[len(prompt) - 1 :] - sample.logprobs).max() < 1e-4
+
+    asyncio.run(main())

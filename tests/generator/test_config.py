@@ -143,7 +143,7 @@ def test_blocks_are_as_small_as_the_kernel_allows(
         ({"max_adapters": 9, "max_loaded": 8}, r"max_loaded is 8; it must be at least max_adapters, 9"),
     ],
 )
-def test_wrong_limits_of_adapters_are_named(limits: dict[str, int], message: str) -> None:
+def test_wrong_limits_of_adapters_are_named(limits: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoRALimits(**limits)
 
@@ -155,6 +155,12 @@ def test_adapters_get_the_next_rank_that_vllm_knows(tmp_path: Path) -> None:
     assert (options["max_lora_rank"], options["max_loras"], options["max_cpu_loras"]) == (64, 4, 33)
     # The first runner draws the random numbers of seeded requests one after the other: 3 ms a token at 256 requests.
     assert "VLLM_USE_V2_MODEL_RUNNER" not in generator_env(config, has_gpu=True)
+
+
+def test_adapters_of_vision_need_a_model_that_reads_images(tmp_path: Path) -> None:
+    config = GeneratorConfig(model=served_llama(tmp_path / "m", tied=True), lora=LoRALimits(vision=True))
+    with pytest.raises(ValueError, match=r"LoRALimits\.vision is True and .* is a model of text"):
+        config.check_model()
 
 
 def test_the_controller_side_does_not_import_vllm() -> None:

@@ -8,6 +8,7 @@ import base64
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from tests.generator import with_torchvision
 from tests.generator.adapted import pull_adapter
 from tests.generator.conftest import engine_factory
 from tests.generator.published import export, moved, pull
+from tests.generator.running import run_paced, started, versions_of
 from tests.stores import FakeStore
 from tests.vision import WITH_IMAGES, WORDS, ImageReference, image_batch, image_datum, parts, picture
 from trainer.config import TrainerConfig
@@ -54,6 +56,9 @@ SAMPLING = SamplingParams(max_tokens=8, seed=1)
 SIDES = (32, 64, 96, 128)
 IMAGE_TOKEN = 6
 BOUND = 1e-4
+LANGUAGE = LoRAConfig(rank=4, alpha=8.0)
+NO_LANGUAGE = replace(LANGUAGE, train_attn=False, train_mlp=False, train_unembed=False)
+"""Adapts nothing but vision."""
 
 
 def prompts_of(model: Path, count: int) -> list[tuple[int, ...]]:
@@ -190,32 +195,58 @@ def transparent(height: int, width: int) -> Image.Image:
     return image
 
 
-def check_adapters(model: Path, folder: Path) -> None:
-    """An adapter of the language model against the merged model."""
-    lora, generator = LoRAConfig(rank=4, alpha=8.0), torch.Generator().manual_seed(0)
-    weights, adapter = load_file(model / "model.safetensors"), dict[str, torch.Tensor]()
-    of_tower = ("visual", "vision_tower")
-    adapted = [
-        key for key in weights if lora.adapts(key.removesuffix(".weight")) and not any(t in key for t in of_tower)
-    ]
-    for key in adapted:
-        num_out, num_in = weights[key].shape
-        a = torch.randn(4, num_in, generator=generator) / num_in**0.5
-        b = 0.1 * torch.randn(num_out, 4, generator=generator)
-        module = key.removesuffix(".weight")
+def random_adapter(
+    model: Path, lora: LoRAConfig, folder: Path, seed: int, *, vision: bool
+) -> tuple[dict[str, torch.Tensor], Path]:
+    """Its tensors, and the merged model."""
+    generator, adapter = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    weights = load_file(model / "model.safetensors")
+    for key in sorted(weights):
+        module, shape = key.removesuffix(".weight"), weights[key].shape
+        is_tower = NO_LANGUAGE.adapts(module)
+        if module == key or len(shape) != 2 or "embed" in key or not (vision if is_tower else lora.adapts(module)):
+            continue
+        a = torch.randn(4, shape[1], generator=generator) / shape[1] ** 0.5
+        b = 0.1 * torch.randn(shape[0], 4, generator=generator)
         adapter |= {tensor_name(module, "A"): a, tensor_name(module, "B"): b}
         weights[key] = weights[key] + lora.scale * (b @ a)
-    merged = export(model, weights, torch.float32, folder / "merged")
+    return adapter, export(model, weights, torch.float32, folder)
+
+
+def check_adapters(model: Path, folder: Path) -> None:
+    """Adapters of the language model, of vision and of both against merged models, of the same images in one batch.
+
+    A version that comes while requests run computes their images anew.
+    """
+    chosen = {"language": LANGUAGE, "vision": NO_LANGUAGE, "both": LANGUAGE}
+    made = {
+        name: random_adapter(model, chosen[name], folder / name, seed, vision=name != "language")
+        for seed, name in enumerate(chosen)
+    }
+    adapter, directory = random_adapter(model, LANGUAGE, folder / "second", 7, vision=True)
+    prompts = prompts_of(model, 8)
 
     async def main(engine: GenerationEngine) -> None:
-        await pull_adapter(engine, "a", 1, adapter, lora)
-        prompts = prompts_of(model, 8)
-        for directory, policy in ((merged, "a"), (model, None)):
-            assert difference_to(directory, await sampled(engine, prompts, policy)) < BOUND
+        for name, lora in chosen.items():
+            await pull_adapter(engine, name, 1, made[name][0], lora)
+        expected = {None: model, **{name: merged for name, (_, merged) in made.items()}}
+        data = await asyncio.gather(*(sampled(engine, prompts, policy) for policy in expected))
+        for found, merged in zip(data, expected.values(), strict=True):
+            assert difference_to(merged, found) < BOUND
+        sampling = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+        running = asyncio.create_task(engine.generate(prompts[0], sampling, policy="both"))
+        await started(engine)
+        await pull_adapter(engine, "both", 2, adapter, LANGUAGE, mode="inflight")
+        (completion,) = await running
+        before = versions_of(completion)[1]
+        (datum,) = as_data(prompts[:1], [[completion]])
+        scored = ImageReference(directory).logprobs(datum).detach().numpy()[datum.weights > 0]
+        assert np.abs(scored - completion.logprobs)[before:].max() < BOUND
+        assert difference_to(directory, await sampled(engine, prompts, "both")) < BOUND
 
     with contextlib.closing(engine_factory()) as factories:
-        limits = LoRALimits(max_rank=8, max_adapters=1, max_loaded=1)
-        asyncio.run(main(next(factories)(model, "float32", lora=limits)))
+        limits = LoRALimits(max_rank=8, max_adapters=4, max_loaded=4, vision=True)
+        run_paced(main(next(factories)(model, "float32", lora=limits)))
 
 
 def run(check: str, name: str, folder: Path) -> None:

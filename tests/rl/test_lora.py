@@ -10,6 +10,7 @@ import pytest
 from rl.lora import LoRAConfig, adapted_modules, check_adapter_name, module_name, tensor_name
 
 QUERY, GATE, HEAD = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj", "lm_head"
+TOWERS = ("vision_tower.vision_model.encoder.layers.0.self_attn.out_proj", "model.visual.blocks.0.attn.qkv")
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,7 @@ QUERY, GATE, HEAD = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_
 def test_modules_are_chosen_by_kind(options: dict[str, Any], adapted: list[str]) -> None:
     config = LoRAConfig(**options)
     others = ["model.embed_tokens", "model.layers.0.mlp.gate", "model.layers.0.mlp.experts.3"]
+    assert all(map(config.adapts, TOWERS))
     assert [module for module in (QUERY, GATE, HEAD, *others) if config.adapts(module)] == adapted
 
 
@@ -42,7 +44,6 @@ def test_the_scale_is_that_of_peft() -> None:
     [
         ({"rank": 0}, "rank is 0; it must be at least 1"),
         ({"alpha": 0.0}, "alpha is 0.0; it must be above 0"),
-        ({"train_attn": False, "train_mlp": False, "train_unembed": False}, "at least one must be True"),
     ],
 )
 def test_mistakes_are_refused(options: dict[str, Any], message: str) -> None:

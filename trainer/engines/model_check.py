@@ -56,11 +56,8 @@ def check_model(config: TrainerConfig) -> ModelLimits:
             f"engines that do are {takers}"
         )
     limits = check(config, hf_config)
-    if config.train_vision and (not limits.reads_images or config.is_frozen):
-        raise ValueError(
-            "TrainerConfig.train_vision is True; that needs a model that reads images, trained as a whole: adapters "
-            "are of the language model only"
-        )
+    if config.train_vision and not limits.reads_images:
+        raise ValueError("TrainerConfig.train_vision is True; that needs a model that reads images")
     if config.head == "lm":
         check_head(config.model, tied=is_tied(hf_config))
     if entry.requires and importlib.util.find_spec(entry.requires) is None:
@@ -87,7 +84,12 @@ def describe_model(path: Path, head: Head) -> Mapping[str, Any]:
 
 
 def _check_lora(config: TrainerConfig) -> None:
-    """Raises ValueError for options that go with training the whole model only."""
+    """Raises ValueError for options that go with training the whole model only, and for adapters of nothing."""
+    if config.lora is not None and not config.lora.module_names and not config.train_vision:
+        raise ValueError(
+            "LoRAConfig: train_attn, train_mlp and train_unembed are all False; at least one must be True, or "
+            "TrainerConfig.train_vision"
+        )
     for name, accepted in (("head", "lm"), ("compile", False), ("float8", "none")):
         if getattr(config, name) != accepted:
             raise ValueError(

@@ -26,6 +26,12 @@ def check_routers(config: Mapping[str, Any]) -> None:
 def check_image_size(config: Mapping[str, Any]) -> None:
     """The `check` of Gemma 3: vLLM attends from an image's tokens to all of them, and transformers within a window."""
     num_tokens, window = config.get("mm_tokens_per_image", 256), config.get("sliding_window", 4096)
+    vision = config["vision_config"]
+    if (vision["image_size"] // vision["patch_size"]) ** 2 != 16 * num_tokens:
+        raise ValueError(
+            f"config.json: mm_tokens_per_image is {num_tokens}, and an image has not 16 patches for each; vLLM's "
+            "adapters rely on these"
+        )
     if num_tokens > window:
         raise ValueError(
             f"config.json: mm_tokens_per_image is {num_tokens} and sliding_window {window}; an image must fit into the "
@@ -77,13 +83,13 @@ QWEN3_VL = ModelFamily(
         # vLLM's endpoints would fetch any address; with a list of one that is no host, only data URLs are read.
         "allowed_media_domains": ["none.invalid"],
     },
-    generator_ranks=1,
     prepare_process=_TORCHVISION,
     vision=VisionParts(
         renderer="rl.vision.qwen_images:QwenImages",
         hidden="trainer.families.qwen_vl:hidden",
         prompt="generator.image_prompts:engine_prompt",
         tower=("model.visual.",),
+        adaptable="generator.image_prompts:adaptable",
     ),
 )
 assert QWEN3_VL.vision is not None
@@ -97,13 +103,13 @@ GEMMA3 = ModelFamily(
     check="trainer.families:check_image_size",
     # The CPU computes a prompt with images in one step; see generator/cpu/image_attention.py.
     engine_args={**QWEN3_VL.engine_args, "limit_mm_per_prompt": {}, "enable_prefix_caching": False},
-    generator_ranks=1,
     prepare_process=_TORCHVISION,
     vision=VisionParts(
         renderer="rl.vision.gemma_images:GemmaImages",
         hidden="trainer.families.gemma3_images:hidden",
         prompt="generator.image_prompts:gemma_prompt",
         tower=("model.vision_tower.", "model.multi_modal_projector."),
+        adaptable="generator.image_prompts:adaptable",
         renamed={
             "model.language_model.": "language_model.model.",
             "model.vision_tower.": "vision_tower.vision_model.",

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rl.images import PlacedImage
+from trainer.engines.pytorch.low_rank import Adaptable
 
 
 def images_to_read(
@@ -28,8 +29,11 @@ def images_to_read(
 
 
 def is_trained(tower: Sequence[nn.Module]) -> bool:
-    """Whether a parameter of these modules is trained."""
-    return any(parameter.requires_grad for module in tower for parameter in module.parameters())
+    """Whether a parameter of these modules is trained, or an adapter of theirs."""
+    parts = [part for module in tower for part in module.modules()]
+    return any(isinstance(part, Adaptable) and part.low_rank is not None for part in parts) or any(
+        parameter.requires_grad for module in tower for parameter in module.parameters()
+    )
 
 
 def compute(tower: Sequence[nn.Module], read: Callable[[], Any]) -> Any:

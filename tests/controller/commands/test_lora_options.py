@@ -28,6 +28,7 @@ def _overridden(*options: str, recipe: str = "grpo_smollm2_cpu") -> tuple[LoRACo
             LoRAConfig(alpha=16.0),
             LoRALimits(max_adapters=2),
         ),
+        (["--lora.rank=8", "--trainer.train-vision"], LoRAConfig(rank=8), LoRALimits(max_rank=8, vision=True)),
         (["--lora.rank", "64", "--generator.lora.max-rank", "32"], LoRAConfig(rank=64), LoRALimits(max_rank=64)),
     ],
 )

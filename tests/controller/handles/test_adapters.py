@@ -5,6 +5,7 @@ Covers: controller/handles/adapters.py
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ ADAPTER = TrainerConfig(lora=LoRAConfig(rank=32))
     [
         (ADAPTER, None, "TrainerConfig.lora is set and GeneratorConfig.lora is None"),
         (TrainerConfig(), LoRALimits(), "GeneratorConfig.lora is set and TrainerConfig.lora is None"),
+        (replace(ADAPTER, train_vision=True), LoRALimits(), "GeneratorConfig.lora.vision must be True, too"),
         (ADAPTER, LoRALimits(max_rank=16), "TrainerConfig.lora.rank is 32; GeneratorConfig.lora.max_rank is 16"),
     ],
 )

@@ -69,6 +69,9 @@ def test_what_is_not_supported_is_refused(model: Path, tmp_path: Path) -> None:
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"do_pan_and_scan": True}))
     with pytest.raises(ValueError, match="do_pan_and_scan is true in the processor's settings, which cuts images"):
         Renderer(cuts).encode(parts((64, 64)))
-    check_image_size({"mm_tokens_per_image": 256, "sliding_window": 1024})
+    published = {"mm_tokens_per_image": 256, "vision_config": {"image_size": 896, "patch_size": 14}}
+    check_image_size({**published, "sliding_window": 1024})
     with pytest.raises(ValueError, match="mm_tokens_per_image is 256 and sliding_window 128; an image must fit into"):
-        check_image_size({"mm_tokens_per_image": 256, "sliding_window": 128})
+        check_image_size({**published, "sliding_window": 128})
+    with pytest.raises(ValueError, match="mm_tokens_per_image is 64, and an image has not 16 patches for each"):
+        check_image_size({**published, "mm_tokens_per_image": 64})

@@ -95,7 +95,7 @@ def test_the_kit_reports_every_check_and_refused_layouts(tmp_path: Path) -> None
     assert [finding.check for finding in findings] == [*MODEL_CHECKS, *STATE_CHECKS] * 2 + ["start"]
     assert {finding.outcome for finding in findings[:-1]} == {"passed"}
     assert findings[-1].outcome == "refused"
-    assert "'fsdp2', which only shards data" in findings[-1].detail
+    assert "engine 'fsdp2' only shards data" in findings[-1].detail
 
 
 @pytest.mark.slow

@@ -8,18 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from rl.images import PlacedImage
-from rl.lora import LoRAConfig
+from rl.lora import LoRAConfig, module_name
 from rl.losses import get_loss
 from rl.rollouts.rendering import Renderer
 from rl.system.model_files import stored_shapes
 from rl.tiny_models import tiny_llama
 from rl.types import AdamParams, Datum
+from tests.trainer.adapters import randomize
 from tests.vision import WITH_IMAGES, WORDS, ImageReference, image_batch, image_datum, parts
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
@@ -40,6 +42,9 @@ RENAMED = {
 WITH_AXES = ("Qwen3VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 UNSEEN = tuple(f"vision_tower.vision_model.encoder.layers.{layer}.self_attn.k_proj.bias" for layer in range(2))
 """Adding the same to all keys changes no attention, so that these gradients are rounding."""
+PEFT = "base_model.model."
+LANGUAGE = LoRAConfig(rank=4, alpha=2.0)
+NO_LANGUAGE = replace(LANGUAGE, train_attn=False, train_mlp=False, train_unembed=False)
 VISION = ("model.visual.", "visual.", "vision_tower.", "multi_modal_projector.")
 
 
@@ -175,21 +180,27 @@ def test_checkpoints_resume_and_exports_load(name: str, model: Path, tmp_path: P
         assert logprobs[scored] == pytest.approx(exported.logprobs(datum).detach().numpy()[scored], abs=1e-5)
 
 
-def test_adapters_are_of_the_language_model(model: Path, tmp_path: Path) -> None:
-    lora = LoRAConfig(rank=4)
-    batch, base = image_batch(model), engine_of(model, lora=lora)
-    adapter = base.adapter("a", lora)
-    for _ in range(2):
-        adapter.forward_backward([batch], LOSS)
-        adapter.optim_step(AdamParams(learning_rate=1e-2))
-    adapted = [key for key, _ in adapter.hf_parameters()]
-    assert adapted
-    assert not [key for key in adapted if any(part in key for part in VISION)]
+@pytest.mark.parametrize("kind", ["language", "vision", "both"])
+def test_adapters_have_the_gradients_of_peft(name: str, model: Path, tmp_path: Path, kind: str) -> None:
+    """peft reads the exported adapter, and so does a plain model once it is merged."""
+    lora = NO_LANGUAGE if kind == "vision" else LANGUAGE
+    batch, base = image_batch(model), engine_of(model, lora=lora, train_vision=kind != "language")
+    adapter = randomize(base.adapter("a", lora))
+    kinds = {NO_LANGUAGE.adapts(module_name(key)) for key, _ in adapter.hf_parameters()}
+    assert kinds == {"language": {False}, "vision": {True}, "both": {False, True}}[kind]
+    output = adapter.forward_backward([batch], LOSS)
+    adapter.export_peft(tmp_path / "adapter", torch.float32)
     adapter.export_hf(tmp_path / "merged", torch.float32)
-    merged = ImageReference(tmp_path / "merged")
-    for logprobs, datum in zip(adapter.forward([batch]).logprobs, batch, strict=True):
+    merged, reference = ImageReference(tmp_path / "merged"), ImageReference(model)
+    reference.model = peft.PeftModel.from_pretrained(reference.model, tmp_path / "adapter", is_trainable=True)
+    for logprobs, datum in zip(output.logprobs, batch, strict=True):
         scored = datum.weights > 0
-        assert logprobs[scored] == pytest.approx(merged.logprobs(datum).detach().numpy()[scored], abs=2e-5)
+        for each in (merged, reference):
+            assert logprobs[scored] == pytest.approx(each.logprobs(datum).detach().numpy()[scored], abs=2e-5)
+    reference.backward([datum for datum in batch if datum.images or kind != "vision"])
+    renamed = {f"{PEFT}{start}": f"{PEFT}{stored}" for start, stored in RENAMED.get(name, {}).items()}
+    expected = {key.replace(".default", ""): grad for key, grad in reference.gradients(renamed).items()}
+    assert max(errors(gradients(adapter), expected).values()) < 1e-5
 
 
 def test_bfloat16_computes_near_float32(model: Path) -> None:
@@ -202,10 +213,9 @@ def test_bfloat16_computes_near_float32(model: Path) -> None:
 
 def test_vision_is_trained_where_that_is_proven(model: Path, tmp_path: Path) -> None:
     text = tiny_llama(tmp_path / "llama")
-    said = "train_vision is True; that needs a model that reads images, trained as a whole: adapters are of"
-    for config in (
-        TrainerConfig(model=text, engine="fsdp2", train_vision=True),
-        TrainerConfig(model=model, engine="fsdp2", train_vision=True, lora=LoRAConfig()),
+    for config, said in (
+        (TrainerConfig(model=text, engine="fsdp2", train_vision=True), "needs a model that reads images"),
+        (TrainerConfig(model=model, engine="fsdp2", lora=NO_LANGUAGE), "True, or TrainerConfig.train_vision"),
     ):
         with pytest.raises(ValueError, match=said):
             check_model(config)
@@ -226,18 +236,15 @@ def test_the_tower_may_have_a_rate_of_its_own(model: Path) -> None:
         assert torch.allclose(steps[1][key], whole_step * (0.5 if key.startswith(VISION) else 1), atol=1e-6), key
 
 
-def run_rank(rank: int, model: Path, batch: list[Datum], file: Path) -> None:
+def trained(model: Path, lora: LoRAConfig | None, **options: object) -> Engine:
+    """An adapter with random values, or the whole model."""
+    engine = engine_of(model, lora=lora, train_vision=True, **options)
+    return engine if lora is None else randomize(engine.adapter("a", lora))
+
+
+def run_rank(rank: int, model: Path, lora: LoRAConfig | None, batch: list[Datum], file: Path) -> None:
     """Computes a rank's part of the batch, with pictures on the first only, steps, and saves gradients and weights."""
-    config = TrainerConfig(
-        model=model,
-        engine="fsdp2",
-        compute_dtype="float32",
-        data_parallel_shard=2,
-        max_tokens_per_microbatch=48,
-        train_vision=True,
-    )
-    check_model(config)
-    engine = load_engine(config)
+    engine = trained(model, lora, data_parallel_shard=2, max_tokens_per_microbatch=48)
     batch = sorted(batch, key=lambda datum: len(datum.images) == 0)
     half = sum(len(datum.images) > 0 for datum in batch)
     engine.forward_backward([[each] for each in (batch[:half], batch[half:])[rank]], LOSS)
@@ -250,12 +257,13 @@ def run_rank(rank: int, model: Path, batch: list[Datum], file: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_two_ranks_compute_what_one_does(model: Path, tmp_path: Path) -> None:
-    """The second rank has no picture, and must compute the sharded tower nevertheless."""
+@pytest.mark.parametrize("lora", [None, LANGUAGE], ids=["whole", "adapter"])
+def test_two_ranks_compute_what_one_does(model: Path, tmp_path: Path, lora: LoRAConfig | None) -> None:
+    """The second rank has no picture, and must compute the tower, sharded or adapted, nevertheless."""
     pictures = [datum for datum in image_batch(model) if datum.images]
     text = [image_datum(Renderer(model).encode(parts("what red")), (8, 3), seed) for seed in range(len(pictures))]
-    batch, one = [*pictures, *text], engine_of(model, train_vision=True)
-    spawn(2, run_rank, model, batch, tmp_path / "found")
+    batch, one = [*pictures, *text], trained(model, lora)
+    spawn(2, run_rank, model, lora, batch, tmp_path / "found")
     one.forward_backward([batch], LOSS)
     found, weights = torch.load(tmp_path / "found")
     assert max(errors(found, gradients(one)).values()) < 1e-5

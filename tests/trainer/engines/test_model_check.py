@@ -77,7 +77,7 @@ def test_gpu_logic_experts_are_refused_by_fsdp1(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel": 2}, "only shards data.* is 1 of 2 ranks.*'torchtitan' has the other parallelisms"),
+        ({"tensor_parallel": 2}, "tensor_parallel is 2; engine 'fsdp.' only shards data, .*'torchtitan' has the other"),
         (
             {"data_parallel_shard": 2, "expert_parallel": 2},
             "expert_parallel is 2; engine 'fsdp.' only shards data, so it must be 1",

@@ -29,17 +29,18 @@ class Fsdp2Engine(TorchEngine):
         device = choose_device()
         torch.manual_seed(config.seed)
         init_process_group(config, device)
+        dtype = DTYPES[config.compute_dtype]
         self._policy = TransformersPolicy(
             config.model,
             config.head,
-            DTYPES[config.compute_dtype],
+            dtype,
             config.head_dtype,
-            train_vision=config.train_vision,
+            train_vision=config.train_vision and not config.is_frozen,
         )
         if config.activation_checkpointing == "full":
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         if config.is_frozen:
-            self._policy.freeze(DTYPES[config.compute_dtype])
+            self._policy.freeze(dtype, adapt_vision=config.train_vision)
         if config.num_ranks > 1:
             _shard(self._policy, config, device)
         parameters = self._policy.load(config.model, device)

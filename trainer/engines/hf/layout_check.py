@@ -72,14 +72,9 @@ def _check_experts(config: TrainerConfig, hf_config: Mapping[str, Any]) -> None:
 
 
 def _check_parallelism(config: TrainerConfig) -> None:
-    if config.num_ranks != config.num_data_parallel_ranks:
-        raise ValueError(
-            f"TrainerConfig.engine is {config.engine!r}, which only shards data; data_parallel_replicate x "
-            f"data_parallel_shard is {config.num_data_parallel_ranks} of {config.num_ranks} ranks. "
-            "The engine 'torchtitan' has the other parallelisms"
-        )
-    if config.expert_parallel > 1:
-        raise ValueError(
-            f"TrainerConfig.expert_parallel is {config.expert_parallel}; engine {config.engine!r} only shards data, "
-            "so it must be 1. The engine 'torchtitan' has the other parallelisms"
-        )
+    for name in ("pipeline_parallel", "context_parallel", "tensor_parallel", "expert_parallel"):
+        if (degree := getattr(config, name)) > 1:
+            raise ValueError(
+                f"TrainerConfig.{name} is {degree}; engine {config.engine!r} only shards data, so it must be 1. The "
+                "engine 'torchtitan' has the other parallelisms"
+            )

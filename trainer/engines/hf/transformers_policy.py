@@ -21,7 +21,7 @@ from rl.checks import first_names
 from rl.data.packing import PackedRow
 from rl.images import PlacedImage
 from rl.lora import ATTENTION_MODULES, FURTHER_ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
-from rl.system.hf_config import VisionParts, find_family, num_experts, read_config, trained_shapes
+from rl.system.hf_config import VisionParts, find_family, num_experts, read_config, renamed, trained_shapes
 from rl.types import Head, HeadDtype
 from trainer.engines.hf import document_kernel
 from trainer.engines.pytorch.distribution import Distribution
@@ -121,13 +121,17 @@ class TransformersPolicy(nn.Module):
         """Runs a function of the model. FSDP gathers shards around it, as around any forward pass."""
         return compute(self.model)
 
-    def freeze(self, dtype: torch.dtype) -> None:
-        """Freezes the parameters, which are not loaded yet, in `dtype`, and makes projections adaptable."""
+    def freeze(self, dtype: torch.dtype, *, adapt_vision: bool = False) -> None:
+        """Freezes the parameters, which are not loaded yet, in `dtype`, and makes projections adaptable.
+
+        With `adapt_vision` these are all linear layers that read images, too.
+        """
         freeze(self.model, dtype)
         # Generators adapt no feed-forward network of a mixture: neither experts, nor shared ones, nor dense layers.
         adaptable = _ADAPTABLE if self._has_experts else (*_ADAPTABLE, *MLP_MODULES)
-        for name, module in ((n, m) for n, m in self.model.named_modules() if not n.startswith(self._tower)):
-            if type(module) is nn.Linear and name.rpartition(".")[2] in adaptable:
+        for name, module in self.model.named_modules():
+            can_adapt = adapt_vision if name.startswith(self._tower) else name.rpartition(".")[2] in adaptable
+            if type(module) is nn.Linear and can_adapt:
                 # The layer stays the same object, because the model may refer to it by several names.
                 module.__class__ = _AdaptedLinear
                 cast("_AdaptedLinear", module).hf_module = self._stored_name(name)
@@ -178,10 +182,7 @@ class TransformersPolicy(nn.Module):
 
     def _stored_name(self, name: str) -> str:
         """The name that checkpoints have for a parameter of the model."""
-        for beginning, stored in self._renamed.items():
-            if name.startswith(beginning):
-                return stored + name.removeprefix(beginning)
-        return name
+        return renamed(name, self._renamed)
 
     def views(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The `Views` of a parameter: stacked experts one by one, unless the checkpoint stacks them as well."""

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 
-from rl.lora import LoRAConfig, adapted_modules
-from rl.system.hf_config import read_config_file
+from rl.lora import PEFT_PREFIX, LoRAConfig, adapted_modules
+from rl.system.hf_config import read_config, read_config_file, renamed, vision_of
 from rl.system.model_files import other_files, weight_files
 from rl.types import Head
 from rl.weights.versions import weight_dtype
@@ -134,7 +134,10 @@ def write_peft_directory(
     config: LoRAConfig,
 ) -> None:
     """Fills `directory` with an adapter of the model `source`, as peft writes it. A collective, as above."""
-    tensors = dict(_gathered(parameters, dtype))
+    vision = vision_of(read_config(source))
+    names = {PEFT_PREFIX + stored: PEFT_PREFIX + name for name, stored in vision.renamed.items()} if vision else {}
+    tensors = {renamed(name, names): tensor for name, tensor in _gathered(parameters, dtype)}
+    modules = adapted_modules(tensors)
 
     def write() -> None:
         save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
@@ -149,7 +152,8 @@ def write_peft_directory(
             "use_rslora": False,
             "fan_in_fan_out": False,
             "inference_mode": True,
-            "target_modules": sorted({module.rpartition(".")[2] for module in adapted_modules(tensors)}),
+            # A tower's layers may have the last parts of other layers' names.
+            "target_modules": sorted(modules if vision else {module.rpartition(".")[2] for module in modules}),
         }
         (directory / "adapter_config.json").write_text(json.dumps(content, indent=2))
 
