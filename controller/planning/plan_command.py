@@ -80,14 +80,14 @@ def planned(options: Plan, config: Any) -> tuple[list[str], bool]:
     lines = [
         f"{model.numel / 1e9:.2f} billion parameters on {num_gpus} x {options.gpu}; every figure is computed",
         "",
-        *_memory_lines(f"trainer, each of {trainer.num_ranks} ranks", of_trainer),
+        *memory_lines(f"trainer, each of {trainer.num_ranks} ranks", of_trainer),
         f"  weights on their way {versions / GIB:.2f} GiB more, if they travel from GPU to GPU"
         if versions and not trainer.is_frozen
         else "  weights on their way go through the host's memory",
         f"  longest row that fits: {longest_row(model, trainer, gpu, accumulates=accumulates)} tokens"
         " (max_tokens_per_microbatch)",
         "",
-        *_memory_lines(f"generator, each of {generator.num_replicas * generator.tensor_parallel} ranks", of_generator),
+        *memory_lines(f"generator, each of {generator.num_replicas * generator.tensor_parallel} ranks", of_generator),
         f"  room for {max(0, cached)} tokens: {max(0, cached) // generator.max_model_len} sequences of"
         f" {generator.max_model_len} (max_num_seqs {generator.max_num_seqs})",
         "",
@@ -131,11 +131,13 @@ def _efficiency(metrics: Path | None) -> Efficiency:
     return Efficiency(train=median(reached))
 
 
-def _memory_lines(title: str, memory: Memory) -> Iterator[str]:
+def memory_lines(title: str, memory: Memory) -> Iterator[str]:
+    """The parts of a rank's memory, and whether they fit."""
     yield f"{title}:"
     for name, size in memory.parts.items():
+        missing = f"; {-size / GIB:.2f} GiB are missing" if size < 0 else ""
         if size:
-            yield f"  {name:<16} {size / GIB:8.2f} GiB"
+            yield f"  {name:<16} {max(size, 0) / GIB:8.2f} GiB{missing}"
     yield f"  {'CUDA and NCCL':<16} {memory.allowance / GIB:8.2f} GiB (an allowance)"
     total = (memory.allocated + memory.allowance) / GIB
     verdict = "fits" if memory.fits else "does not fit"

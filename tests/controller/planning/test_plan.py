@@ -5,6 +5,7 @@ controller/planning/memory.py, controller/planning/search.py, controller/plannin
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, Gpt
 from controller.commands.command_line import run_command
 from controller.planning.gpus import GPUS, Efficiency
 from controller.planning.memory import cache_bytes_per_token, generator_memory, longest_row, trainer_memory
+from controller.planning.plan_command import memory_lines
 from controller.planning.search import find_layouts
 from controller.planning.sizes import ModelSize
 from controller.planning.times import Work, operations
@@ -154,6 +156,13 @@ def test_layouts_are_ranked_and_fit(tmp_path: Path) -> None:
     assert all(each.num_gpus <= 16 for each in found)
     assert all(trainer_memory(size_of(folder), each.trainer, H100).fits for each in found)
     assert all(generator_memory(size_of(folder), each.generator, H100).fits for each in found)
+
+
+def test_no_size_is_negative(tmp_path: Path) -> None:
+    size, config = size_of(write_qwen3(tmp_path, "8B")), GeneratorConfig(engine_args={"gpu_memory_utilization": 0.1})
+    lines = "\n".join(memory_lines("generator", generator_memory(size, config, H100)))
+    assert re.search(r"keys and values +0.00 GiB; \d+.\d+ GiB are missing", lines)
+    assert "does not fit" in lines
 
 
 @pytest.mark.seconds

@@ -57,7 +57,7 @@ def config_of(model: Path, **options: Any) -> TrainerConfig:
     [
         ({}, "'megatron_fsdp', which needs CUDA, and this host has no GPU; here the engine 'fsdp2' trains"),
         ({"data_parallel_replicate": 2}, "data_parallel_replicate is 2; .* must be 1. The engine 'fsdp2' has replicas"),
-        ({"tensor_parallel": 2}, "'megatron_fsdp', which only shards data"),
+        ({"tensor_parallel": 2}, "tensor_parallel is 2; engine 'megatron_fsdp' only shards data"),
         ({"engine_args": {"zero_dp_strategy": "optim"}}, r"\['zero_dp_strategy'\] is 'optim'; .* 'optim_grads_params'"),
         ({"engine_args": {"overlap_grad_reduc": True}}, "has no such option; did you mean 'overlap_grad_reduce'"),
         ({"engine_args": {"overlap_grad_reduce": 1}}, r"\['overlap_grad_reduce'\] is 1; it must be True or False"),
