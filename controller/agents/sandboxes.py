@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -32,6 +33,7 @@ _INSIDE_PORT = 8399  # free in every new network namespace
 _MARK = "OWNLOOP_SESSION"
 _OUTPUT_BYTES = 1 << 16  # of output that is kept
 _PROBE_S = 30.0
+_KILLED_WITHIN_S = 10.0
 _LAST_WORDS_S = 1.0  # for output that a process leaves behind in the pipe
 
 
@@ -290,10 +292,22 @@ class _Tail(asyncio.Protocol):
 
 
 def _kill_marked(mark: str) -> None:
+    """Ends every process that has the mark in its environment. A killed process lives until it is scheduled again."""
+    end = time.monotonic() + _KILLED_WITHIN_S
+    while (living := _marked(mark)) and time.monotonic() < end:
+        for process in living:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.01)
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # it ended, or is another user's
-            if process.environ().get(_MARK) == mark:  # a process cannot change the environment that the kernel shows
-                process.kill()
+            # a process cannot change the environment that the kernel shows, and a dead one shows none
+            found += [process] if process.environ().get(_MARK) == mark else []
+    return found
 
 
 def _limited(place: Place, argv: Sequence[str]) -> list[str]:
