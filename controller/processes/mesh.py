@@ -48,6 +48,7 @@ _STOP_TIMEOUT_S = 0.5  # they have nothing left to write, and an interpreter wit
 _GONE_S = 2.0
 _KILLED_STOP_TIMEOUT_S = 1.0  # for Monarch to forget processes that have been killed
 _DEATH_IS_TOLD_S = 2.0  # within which Monarch reports a death to this process
+_SHUT_DOWN_S = 10.0  # of a client on a busy machine
 
 
 def _ignore_unhandled_fault(failure: MeshFailure) -> None:
@@ -82,6 +83,8 @@ class _LastDeath:
         """Run before the interpreter ends: Monarch ends it with status 1 if it has a death to tell of after that."""
         while (remaining_s := cls.at + _DEATH_IS_TOLD_S - time.monotonic()) > 0:
             time.sleep(remaining_s)
+        with contextlib.suppress(TimeoutError):  # Monarch's own handler waits for a second, and shows a traceback
+            monarch.actor.shutdown_context(host_timeout=0.3).get(timeout=_SHUT_DOWN_S)
 
 
 class Mesh:
