@@ -269,7 +269,7 @@ def test_a_cancelled_call_frees_its_place(engine: GenerationEngine) -> None:
     async def main() -> None:
         sampling = SamplingParams(max_tokens=90, seed=0)
         calls = [asyncio.create_task(engine.generate(PROMPT, sampling, 8)) for _ in range(3)]
-        await until(lambda: engine.num_unfinished == 24, "the requests to be admitted")
+        await until(lambda: engine.num_unfinished > 8, "more requests than places")
         steps_before = engine.status().num_steps
         for call in calls:
             call.cancel()
