@@ -21,6 +21,7 @@ from rl.system.hf_config import (
     proven_architectures,
     read_config,
     rope_parameters,
+    understanding,
     vision_of,
 )
 from rl.system.model_files import check_head, check_no_stray_weights
@@ -157,7 +158,10 @@ class GeneratorConfig:
         """Raises ValueError if this generator cannot serve the model in its directory."""
         if not (self.model / "config.json").is_file():
             raise ValueError(f"GeneratorConfig.model is {self.model}, which holds no config.json")
-        model = read_config(self.model)
+        with understanding(self.model):
+            self._check_model(read_config(self.model))
+
+    def _check_model(self, model: Mapping[str, Any]) -> None:
         check_no_stray_weights(self.model)
         check_head(self.model, tied=is_tied(model))
         architectures = model.get("architectures") or []

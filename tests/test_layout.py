@@ -44,7 +44,7 @@ MAX_FILE_LINES = 400  # more than 300 only where the file serves one idea
 MOST = {
     "product files": 357,
     "core files": 217,
-    "core lines": 35_340,
+    "core lines": 35_360,
     "files under 70 lines with one importer": 1,
     "files that a loop's page reaches": 109,
     "definitions of forward_backward": 9,

@@ -80,7 +80,10 @@ class _LastDeath:
 
     @classmethod
     def wait_until_told(cls) -> None:
-        """Run before the interpreter ends: Monarch ends it with status 1 if it has a death to tell of after that."""
+        """Run before the interpreter ends: Monarch ends it with status 1 if it has a death to tell of after that.
+
+        Shuts Monarch's client down.
+        """
         while (remaining_s := cls.at + _DEATH_IS_TOLD_S - time.monotonic()) > 0:
             time.sleep(remaining_s)
         with contextlib.suppress(TimeoutError):  # Monarch's own handler waits for a second, and shows a traceback

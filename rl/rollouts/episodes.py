@@ -61,7 +61,7 @@ async def rollout_groups(
         return group
 
     progress(0)
-    return await _all([one(index, problem) for index, problem in enumerate(problems)])
+    return await all_results([one(index, problem) for index, problem in enumerate(problems)])
 
 
 async def rollout_group(
@@ -96,7 +96,7 @@ async def rollout_group(
     text = prompt_text(prompt)
     completions = await generator.generate(tokens, sampling, num_samples)
     first_turns = [Turn(prompt_tokens=tokens, completion=completion, prompt=text) for completion in completions]
-    played = await _all([player.play(problem, i, turn) for i, turn in enumerate(first_turns)])
+    played = await all_results([player.play(problem, i, turn) for i, turn in enumerate(first_turns)])
     return Group(
         problem_id=problem.id,
         prompt=text,
@@ -209,7 +209,7 @@ def _is_finite_float32(number: Any) -> bool:
         return False
 
 
-async def _all(awaitables: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def all_results(awaitables: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """All results, in order. The first failure cancels the others and is raised unchanged."""
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from rl.advantages.published_advantages import RoleBaselines
 from rl.protocols import Done, Generator, Observation, Prompt, Reply
-from rl.rollouts.episodes import rollout_group, rollout_to_datum
+from rl.rollouts.episodes import all_results, rollout_group, rollout_to_datum
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, EnvironmentFailedError, call_environment
 from rl.rollouts.rendering import Renderer
 from rl.types import Datum, Group, Rollout, SamplingParams
@@ -24,7 +24,7 @@ from rl.types import Datum, Group, Rollout, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A role that has to move, and the text before its move."""
+    """A role that has to move, and the messages that it reads first."""
 
     role: str
     messages: Prompt
@@ -38,6 +38,7 @@ class Result:
     rewards: Mapping[str, float]
     """Of every role that has moved. They must be finite."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Further numbers to report, the same for all roles."""
 
 
 class Match(Protocol):
@@ -67,12 +68,11 @@ async def play_matches(
 ) -> list[dict[str, Rollout] | str]:
     """Plays all matches at the same time. Returns the rollouts of each by role, or a sentence that says why it failed.
 
-    A match fails if it raises, takes longer than `time_limit_s` seconds with all its moves, names a role that has no
-    player, or leaves a role no room in the context. An exception of a generator is raised.
+    A match fails if it raises, names a role that has no player, ends without a finite reward for each role, leaves a
+    role no room in the context, or lets one wait for more than `time_limit_s` seconds. An exception of a generator is
+    raised, and ends all matches.
     """
-    async with asyncio.TaskGroup() as tasks:
-        started = [tasks.create_task(_play(i, match, players, time_limit_s)) for i, match in enumerate(matches)]
-    return [task.result() for task in started]
+    return await all_results([_play(i, match, players, time_limit_s) for i, match in enumerate(matches)])
 
 
 def matches_to_data(played: Sequence[Mapping[str, Rollout] | str], baselines: RoleBaselines) -> dict[str, list[Datum]]:
@@ -137,10 +137,13 @@ async def _play(
                 group = await running[move.role]  # raises what its generator has raised
                 return f"match {index}: {(*group.failures, f'{move.role} has no room in its context')[0]}"
             move = await call_environment(match.reply, answer, time_limit_s=DEFAULT_TIME_LIMIT_S)
+        rewards = move.rewards if isinstance(move, Result) else {}
+        if missing := [role for role in sides if role not in rewards]:
+            return f"match {index}: it ended with {move!r}; a Result with a reward of {missing[0]!r} is expected"
         for role, side in sides.items():
-            side.tell(Done(reward=move.rewards[role], metrics=move.metrics))
+            side.tell(Done(reward=rewards[role], metrics=move.metrics))
         groups = {role: await task for role, task in running.items()}
-    except (EnvironmentFailedError, KeyError) as error:
+    except EnvironmentFailedError as error:
         return f"match {index}: {error}"
     finally:
         for task in running.values():  # a role that waits for the others would wait on

@@ -5,12 +5,13 @@ directory is reported in milliseconds, before any process starts. Reads no weigh
 """
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -149,6 +150,17 @@ class ModelInfo:
 def read_config_file(path: Path) -> Mapping[str, Any]:
     """The contents of a model directory's `config.json`. Raises ValueError if it is missing or not a JSON object."""
     return _read_json(path / "config.json", f"model directory {path} has no config.json")
+
+
+@contextlib.contextmanager
+def understanding(path: Path) -> Generator[None]:
+    """Within the block, a value of `config.json` that is missing, or of another kind, raises ValueError."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"model directory {path}: config.json lacks {error}") from error
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"model directory {path}: config.json has a value of a wrong kind: {error}") from error
 
 
 def read_config(path: Path) -> Mapping[str, Any]:

@@ -24,7 +24,9 @@ from tests.waiting import LIMIT_S, has_ended, wait_for_ends, wait_for_line
 pytestmark = pytest.mark.e2e
 
 CONTROLLER = """
-import asyncio, pathlib, sys
+import asyncio, atexit, pathlib, sys
+import monarch.actor
+from monarch._src.actor import actor_mesh
 from controller.processes.mesh import Mesh
 from rl.system.deadlines import Deadlines
 from tests.e2e.toy_actor import Toy
@@ -32,6 +34,8 @@ from tests.e2e.toy_actor import Toy
 async def main():
     env = {"TOY_GREETING": "hello"}
     num_ranks = int(sys.argv[2])
+    monarch.actor.this_host()  # registers Monarch's own handler, which runs after the next one
+    atexit.register(lambda: print("shut down:", actor_mesh._shutdown_claimed))
     mesh = await Mesh.spawn("toy", Toy, 5, num_ranks=num_ranks, env=env, log_dir=pathlib.Path(sys.argv[1]))
     await mesh.answer(mesh.rank(0).add.call_one(1), "add")
     hanging = mesh.rank(num_ranks - 1).hang.call_one(600)
@@ -231,3 +235,4 @@ def test_a_controller_hears_of_deaths_that_it_caused(tmp_path: Path) -> None:
     # Of a process that is killed while it answers, Monarch tells either the signal or what could not be delivered.
     assert "all its descendants have failed" in (tmp_path / "logs" / "controller.log").read_text()
     assert "descendants have failed" not in done.stdout + done.stderr
+    assert "shut down: True" in done.stdout, "Monarch's own handler would give it a second, and show a traceback"

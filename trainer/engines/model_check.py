@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from rl.checks import how_to_install
-from rl.system.hf_config import experts_of, is_tied, read_config, read_config_file
+from rl.system.hf_config import experts_of, is_tied, read_config, read_config_file, understanding
 from rl.system.model_files import check_head
 from rl.types import Head
 from trainer.config import TrainerConfig
@@ -43,7 +43,11 @@ class LayoutCheck(Protocol):
 
 def check_model(config: TrainerConfig) -> ModelLimits:
     """Raises ValueError if the engine cannot train the model, or cannot train it in this layout or on this host."""
-    hf_config = read_config(config.model)
+    with understanding(config.model):
+        return _checked(config, read_config(config.model))
+
+
+def _checked(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
     _check_head(hf_config, config.head)
     if config.lora is not None:
         _check_lora(config)

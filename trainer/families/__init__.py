@@ -27,10 +27,11 @@ def check_image_size(config: Mapping[str, Any]) -> None:
     """The `check` of Gemma 3: vLLM attends from an image's tokens to all of them, and transformers within a window."""
     num_tokens, window = config.get("mm_tokens_per_image", 256), config.get("sliding_window", 4096)
     vision = config["vision_config"]
-    if (vision["image_size"] // vision["patch_size"]) ** 2 != 16 * num_tokens:
+    num_patches = (vision.get("image_size", 224) // vision.get("patch_size", 16)) ** 2  # SigLIP's defaults
+    if num_patches != 16 * num_tokens:
         raise ValueError(
-            f"config.json: mm_tokens_per_image is {num_tokens}, and an image has not 16 patches for each; vLLM's "
-            "adapters rely on these"
+            f"config.json: mm_tokens_per_image is {num_tokens}, and an image has {num_patches} patches; vLLM's "
+            "adapters need 16 for each token"
         )
     if num_tokens > window:
         raise ValueError(

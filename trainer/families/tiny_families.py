@@ -151,9 +151,9 @@ def _centred(path: Path) -> Path:
 
 
 def _spaced(path: Path) -> Path:
-    """Writes a tokenizer of words with a space before them: for this model type transformers allows but its own class.
+    """Writes a tokenizer of words with a space before them, since transformers loads one class for this model type.
 
-    That class reads bytes, of which the vocabulary has none, so words are added tokens, and a first word is no token.
+    That class splits a text into bytes, of which the vocabulary has none. So words are added tokens.
     """
     words = [f" w{i}" for i in range(VOCAB_SIZE)]
     tokenizer = Tokenizer(BPE({word: i for i, word in enumerate(words)}, []))

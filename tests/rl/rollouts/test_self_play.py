@@ -4,6 +4,8 @@ Covers: rl/rollouts/self_play.py, examples/
 """
 
 import asyncio
+import math
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -89,6 +91,45 @@ def test_a_failure_costs_its_own_match_alone() -> None:
     assert broken == "match 0: RuntimeError: the board fell down"
     assert isinstance(good, dict)
     assert crowded == "match 2: it names the role 'third'; there are players for first, second"
+
+
+class Ends(Nim):
+    """Ends with what it was given."""
+
+    def __init__(self, end: object) -> None:
+        Nim.__init__(self, 7)
+        self.end = end
+
+    def reply(self, answer: str) -> Move | Result:
+        """See `Nim`."""
+        del answer
+        return cast(Result, self.end)
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (None, "match 0: it ended with None; a Result with a reward of 'first' is expected"),
+        (Result(rewards={"second": 1.0}), "a Result with a reward of 'first' is expected"),
+        (
+            Result(rewards={"first": math.nan}),
+            "match 0: problem '0/first': its reward is nan; it must be a finite number",
+        ),
+    ],
+)
+def test_an_end_without_rewards_is_a_failure(end: object, message: str) -> None:
+    (failed,) = _play(Ends(end))
+    assert message in cast(str, failed)
+
+
+def test_an_error_of_a_generator_is_raised_as_it_is() -> None:
+    def answer(prompt: object, sample: int, seed: int | None) -> str:
+        raise ArithmeticError("the second player's generator died")
+
+    players = _players("1", "2")
+    players["second"] = replace(players["second"], generator=ScriptedGenerator(answer))
+    with pytest.raises(ArithmeticError, match="died"):
+        asyncio.run(play_matches([Nim(7), Nim(7)], players))
 
 
 def test_a_match_that_outgrows_the_context_is_void() -> None:

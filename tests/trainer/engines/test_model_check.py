@@ -3,19 +3,25 @@
 Covers: trainer/engines/model_check.py, rl/tiny_models.py
 """
 
+import contextlib
+import itertools
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from generator.config import GeneratorConfig
 from rl.tiny_models import tiny_llama, tiny_qwen3_moe
+from rl.vision.tiny_vl import tiny_gemma3, tiny_qwen3_vl
 from tests.waiting import LIMIT_S
 from trainer.config import TrainerConfig
 from trainer.engines.model_check import ModelLimits, check_model, describe_model
+from trainer.families.tiny_families import TINY_FAMILIES
 
 
 @pytest.fixture
@@ -26,6 +32,51 @@ def model(tmp_path: Path) -> Path:
 def change(model: Path, **values: Any) -> None:
     file = model / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def without(config: dict[str, Any], key: str, *, null: bool) -> dict[str, Any]:
+    """The configuration without a value, or with null in its place. `key` has dots between its parts."""
+    first, _, rest = key.partition(".")
+    if rest:
+        return {**config, first: without(config[first], rest, null=null)}
+    return {**config, first: None} if null else {name: value for name, value in config.items() if name != first}
+
+
+ODD = [
+    ("gpt_oss", "torchtitan", "rope_parameters.factor", False, "config.json lacks 'factor'"),
+    ("gpt_oss", "fsdp2", "num_hidden_layers", False, "config.json lacks 'num_hidden_layers'"),
+    ("deepseek_v3", "torchtitan", "v_head_dim", True, "config.json has a value of a wrong kind"),
+    ("qwen3_5", "torchtitan", "rope_parameters.rope_theta", True, "config.json has a value of a wrong kind"),
+    ("gemma3", "fsdp2", "vision_config", False, "config.json lacks 'vision_config'"),
+    ("gemma3", "fsdp2", "vision_config", True, "config.json has a value of a wrong kind"),
+]
+
+
+@pytest.mark.parametrize(("family", "engine", "key", "null", "message"), ODD)
+def test_an_odd_model_directory_is_one_sentence(
+    family: str, engine: Any, key: str, null: bool, message: str, tmp_path: Path
+) -> None:
+    model = (tiny_gemma3 if family == "gemma3" else TINY_FAMILIES[family])(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    check_model(TrainerConfig(model=model, engine=engine))
+    (model / "config.json").write_text(json.dumps(without(config, key, null=null)))
+    with pytest.raises(ValueError, match=message):
+        check_model(TrainerConfig(model=model, engine=engine))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*TINY_FAMILIES, "gemma3", "qwen3_vl"])
+def test_no_value_of_a_config_may_be_missed_without_a_sentence(family: str, tmp_path: Path) -> None:
+    images = {"gemma3": tiny_gemma3, "qwen3_vl": tiny_qwen3_vl}
+    model = {**TINY_FAMILIES, **images}[family](tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    keys = [f"{outer}.{inner}" for outer, part in config.items() if isinstance(part, dict) for inner in part]
+    for key, null in itertools.product([*config, *keys], (False, True)):
+        (model / "config.json").write_text(json.dumps(without(config, key, null=null)))
+        checks = (TrainerConfig(model=model), TrainerConfig(model=model, engine="fsdp2"))
+        for check in (*(partial(check_model, each) for each in checks), GeneratorConfig(model=model).check_model):
+            with contextlib.suppress(ValueError):
+                check()
 
 
 @pytest.mark.parametrize("engine", ["torchtitan", "fsdp2", "fsdp1"])
