@@ -283,9 +283,9 @@ async def _events(
     answering: AsyncGenerator[OpenAIReply | str], dialect: str, place: contextlib.ExitStack
 ) -> AsyncGenerator[str]:
     """The events of a stream. An error in the middle is the last one."""
-    with place:
+    with place:  # gives the session's place back at the end
         try:
-            async with aclosing(answering) as events:  # gives the session's place back at the end
+            async with aclosing(answering) as events:
                 async for event in events:
                     assert isinstance(event, str)
                     yield event

@@ -94,6 +94,7 @@ class BubblewrapEnvironment(_BASE.BaseEnvironment):
             output, errors = await asyncio.wait_for(process.communicate(), timeout_sec)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)  # also when Harbor's own limit cancels the call
+            await process.wait()
             raise
         return _BASE.ExecResult(
             stdout=output.decode(errors="replace"),

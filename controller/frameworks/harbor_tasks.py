@@ -111,7 +111,7 @@ class HarborTasks:
                 "the verifier gave no reward"
                 if error is None
                 else "{exception_type}: {exception_message}".format(**error)
-            )  # the loop shows it as a failed attempt
+            )
             raise RuntimeError(why)
         rewards: dict[str, float] = result["verifier_result"]["rewards"]
         if self.reward_name not in rewards:

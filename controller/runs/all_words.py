@@ -79,7 +79,7 @@ def _datum(tokens: NDArray[np.int64], word: int, best: NDArray[np.int64]) -> Dat
 def compare_tokenizers(trainer_model: Path, generator_model: Path) -> list[str]:
     """One sentence if the tokenizers of the two directories differ, else none."""
     vocabularies = [load_tokenizer(model).get_vocab() for model in (trainer_model, generator_model)]
-    if vocabularies[0] == vocabularies[1]:  # differing ids, in either direction
+    if vocabularies[0] == vocabularies[1]:
         return []
     differing = len({index for _, index in vocabularies[0].items() ^ vocabularies[1].items()})
     return [f"The tokenizers of {trainer_model} and {generator_model} read {differing} tokens differently."]

@@ -25,8 +25,8 @@ class Difference:
         """|a - b| divided by the larger of |a| and |b|; infinite unless both are finite."""
         a, b = self.values
         if not (math.isfinite(a) and math.isfinite(b)):
-            return math.inf  # symmetric, so the order of runs does not matter
-        return abs(a - b) / max(abs(a), abs(b))
+            return math.inf
+        return abs(a - b) / max(abs(a), abs(b))  # symmetric, so the order of runs does not matter
 
 
 def is_timing(name: str) -> bool:

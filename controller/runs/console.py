@@ -157,7 +157,7 @@ class Console:
             self._task = self._progress.add_task(description, total=None, count="")
             self._progress.start()
         self._progress.update(self._task, description=description)
-        if done is not None:  # a bar of unknown length until the first step
+        if done is not None:
             self._progress.update(self._task, completed=done, total=total, count=_count(done, total or 0))
 
     def _print(self, text: Text) -> None:

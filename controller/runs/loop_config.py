@@ -94,7 +94,7 @@ class LoopConfig:
         )
         check_known("on_failure", self.on_failure, get_args(OnFailure))
         check_above_zero(restart_window_minutes=self.restart_window_minutes)
-        if not 0 <= self.seed <= MAX_RUN_SEED:  # seeds of rollouts follow from it by products
+        if not 0 <= self.seed <= MAX_RUN_SEED:  # the seeds of rollouts follow from it
             raise ValueError(f"seed is {self.seed}; it must be from 0 to {MAX_RUN_SEED}")
         check_loggers(self.log)
         check_known("optimizer", self.optimizer, _OPTIMIZERS)
@@ -109,7 +109,7 @@ class LoopConfig:
 
     def _set(self, name: str, value: object) -> None:
         """Sets a field of this frozen instance while it is made."""
-        object.__setattr__(self, name, value)  # allowed while it is made
+        object.__setattr__(self, name, value)
 
     def loop(self) -> Loop:
         """The loop that trains with this configuration. Each loop's configuration overrides it.

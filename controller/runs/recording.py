@@ -96,8 +96,8 @@ class BackgroundWriter:
             future.exception()
         self.check()
 
-    def _do(self, work: Callable[[], None]) -> None:  # after an error nothing more is written
-        if self._error is None:
+    def _do(self, work: Callable[[], None]) -> None:
+        if self._error is None:  # after an error nothing more is written
             try:
                 work()
             except BaseException as error:
@@ -111,7 +111,7 @@ def write_rollouts(file: Path, groups: Sequence[Group], *, step: int | None = No
     """
     table = groups_to_table(groups)
     for place, (name, value) in enumerate([("step", step), ("split", split)]):
-        if value is not None:  # in front
+        if value is not None:
             table = table.add_column(place, name, pa.repeat(value, table.num_rows))
     if table.num_rows:  # a file without rows says nothing
         write_whole(file, parquet_bytes(table))

@@ -95,7 +95,7 @@ class Access:
             if not is_this_host(host):
                 raise HTTPException(
                     421, f"the request is for the host {host}; this server answers for 127.0.0.1 and localhost"
-                )  # names a request that was meant for another server
+                )
             return EVERYONE
         user = self._keys.find(_key(request))
         if user is None:

@@ -51,7 +51,7 @@ def start(model: Path, folder: Path, *options: str, port: int = 0) -> Server:
         if process.poll() is not None or time.monotonic() > end:
             process.kill()  # it may be hanging
             raise RuntimeError(f"the server did not start: {said}")
-        time.sleep(0.1)  # the server prints its address once, when it can serve
+        time.sleep(0.1)
     url = said.partition("TINKER_BASE_URL=")[2].split()[0]
     return Server(url, model, folder / "gateway", process)
 

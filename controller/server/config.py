@@ -32,7 +32,7 @@ class Limits:
     @property
     def body_bytes(self) -> int:
         """The largest request, in bytes."""
-        return self.body_mb * 2**20  # MiB
+        return self.body_mb * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,9 +163,9 @@ def model_options(config: ServeConfig, models: Mapping[str, Path]) -> list[Model
     return [
         ModelOptions(
             directory=directory,
-            names=tuple(dict.fromkeys(names[model])),
+            names=tuple(dict.fromkeys(names[model])),  # a name may be given twice; the order stays
             tool_parser=tools[model],
-            reasoning_parser=reasoning[model],  # a name may be given twice; the order stays
+            reasoning_parser=reasoning[model],
         )
         for model, directory in models.items()
     ]

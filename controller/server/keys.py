@@ -63,7 +63,7 @@ class Keys:
     def add(self, name: str, *, operator: bool = False) -> str:
         """Makes a key and returns it; it cannot be shown again. Raises ValueError if the name has one, or is none."""
         if not _NAME.fullmatch(name):
-            raise ValueError(  # it appears in logs and tables
+            raise ValueError(
                 f"name is {name!r}; it must start with a letter or a digit and have at most 64 letters, digits, dots, "
                 "underscores, hyphens and @"
             )

@@ -365,7 +365,7 @@ class Snapshots:
     async def drop_adapter(self, name: str) -> None:
         """Gives up all versions of an adapter."""
         for policy in [p for p in self._kept if p == name or (isinstance(p, tuple) and p[0] == name)]:
-            await self.drop(policy)  # a list: dropping changes the dictionary
+            await self.drop(policy)
 
     def _note_use(self, policy: Policy) -> None:
         self._kept.pop(policy, None)  # taken out first, so that it comes last

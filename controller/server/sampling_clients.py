@@ -53,7 +53,7 @@ class SamplingClients:
         self._samplers: dict[str, Sampler] = {}
         self._tasks: dict[str, tuple[PendingAnswer, asyncio.Task[None]]] = {}
         self.num_running = 0
-        """Requests that are being sampled."""  # for the status page
+        """Requests that are being sampled."""
 
     def __len__(self) -> int:
         return len(self._samplers)

@@ -45,7 +45,7 @@ class TrainingClient:
         self.num_steps = 0
         """Optimizer steps that this client made."""
         self.num_tokens = 0
-        """Tokens of its batches."""  # for the status page and the log
+        """Tokens of its batches."""
 
     @property
     def _adapter_name(self) -> str:
@@ -123,8 +123,8 @@ class TrainingClient:
 
     async def optim_step(self, params: types.OptimParams) -> Answer:
         """One step with the accumulated gradient: AdamW's, or Muon's under Tinker's name, Dimuon."""
-        if isinstance(params, types.AdamParams):  # fields have the same names on purpose
-            step = AdamParams(**params.model_dump())
+        if isinstance(params, types.AdamParams):
+            step = AdamParams(**params.model_dump())  # fields have the same names on purpose
         elif params.type == "dimuon":
             dimuon = types.DimuonParams(**params.model_dump())
             clip = max(dimuon.grad_clip_norm, 0.0)  # in Tinker, a negative one switches clipping off
@@ -197,8 +197,8 @@ class TrainingClient:
         """Gives the adapter up. Its checkpoints, and frozen versions that are kept, stay."""
         await self.turns.close()
         trainer, self._trainer = self._trainer, None  # a call after this one finds no trainer
-        if self._whole is not None:  # ends its processes, and the trainer with them
-            await self._whole.end()
+        if self._whole is not None:
+            await self._whole.end()  # ends its processes, and the trainer with them
         elif trainer is not None:
             await trainer.drop()
 

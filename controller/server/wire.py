@@ -159,7 +159,7 @@ def traced_loss(request: types.CreateCustomLossRequest) -> Loss:
 
 def _read_loss(request: messages.ForwardBackwardRequest, own_losses: Mapping[str, Loss]) -> Loss:
     name = request.loss_fn
-    if name == "custom":  # the SDK sends no loss of ours by that name
+    if name == "custom":
         loss_id = request.loss_fn_config_v2["loss_id"].text
         if loss_id not in own_losses:
             raise ValueError(f"loss_id is {loss_id!r}; this session has made {sorted(own_losses)}; {OWN_LOSS}")
@@ -294,7 +294,7 @@ def _read_tokens(field: str, message: messages.Datum, read_image: ReadImage | No
                 raise ValueError(f"{field} has an image with override_dimensions; resize the image in its place")
             expected = chunk.image.expected_tokens if chunk.image.HasField("expected_tokens") else None
             chunks.append(image_tokens(field, chunk.image.data, expected, read_image))
-        else:  # resizing here would change the number of tokens
+        else:
             raise ValueError(f"{field} has a chunk of kind {kind}; this server trains on text only: leave it out")
     return join_tokens(*chunks)
 

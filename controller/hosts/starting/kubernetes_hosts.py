@@ -220,7 +220,7 @@ class Pods:
         self._hosts = hosts
         self._tell = tell
         self._poll_s = poll_s
-        self._lifeline: Lifeline | None = None  # cut: the pods end by themselves, even if the cluster does not answer
+        self._lifeline: Lifeline | None = None  # once cut, the pods end by themselves
         self._made = False
         self._groups: Groups | None = None
         self._failure: str | None = None
@@ -243,7 +243,7 @@ class Pods:
     async def stop(self) -> None:
         """See `Allocation.stop`."""
         if self._lifeline is not None:
-            self._lifeline.cut()  # set before `apply`, which may make a part and fail
+            self._lifeline.cut()
         if self._made:
             with contextlib.suppress(ValueError):  # pods end with the lifeline, and their Jobs are removed later
                 await self._kubectl("delete", _KINDS, "--selector", self._selector, "--wait=false", within_s=_DELETE_S)
@@ -265,7 +265,7 @@ class Pods:
         names = [name for role in hosts.addresses.values() for name in role]
         certificates = {name: worker_certificates(name) for name in names} if hosts.tls else {}
         objects = manifests(hosts, certificates, f"[{here}]:{port}" if ":" in here else f"{here}:{port}")
-        self._made = True
+        self._made = True  # before `apply`, which may make a part and fail
         await self._kubectl("apply", "--filename", "-", text=as_yaml(objects))  # all objects in one call
         await self._until_pods_run(len(names))
         end = time.monotonic() + hosts.start_within_s  # counted from now: pulling images is over
@@ -273,7 +273,7 @@ class Pods:
         found: dict[str, Address] = {}
         watch = asyncio.create_task(self._watch())  # a pod may end while its worker starts
         try:
-            for name in names:  # lambda: the loop's variable changes
+            for name in names:
                 own = Address(scheme, name, hosts.port)
                 found[name] = await until_it_accepts(lambda own=own: _resolved(own), end, lambda: self._failure)
         except ValueError as error:

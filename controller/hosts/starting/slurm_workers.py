@@ -56,7 +56,7 @@ class SlurmWorkers(ABC):
         self._times = times
         # a folder that all nodes see at the same path
         shared = Path(hosts.folder).expanduser().absolute() if hosts.folder else cache_directory() / "slurm"
-        self._folder = shared / uuid.uuid4().hex  # a run of its own
+        self._folder = shared / uuid.uuid4().hex  # of this run alone
         self._output = WorkerOutput("slurm")
         self._lifeline: Lifeline | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -164,7 +164,7 @@ class SlurmWorkers(ABC):
     def _write_answers(self, nodes: tuple[str, ...]) -> None:
         """What the worker's script waits for."""
         folder, here = self._folder, own_address_towards(nodes[0])
-        self._lifeline = Lifeline(here, for_many=True)  # of the controller's address on the way to the nodes
+        self._lifeline = Lifeline(here, for_many=True)
         _, port = self._lifeline.end
         (folder / LIFELINE).write_text(f"[{here}]:{port}" if ":" in here else f"{here}:{port}")
         if self._hosts.tls:

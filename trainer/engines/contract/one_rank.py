@@ -145,13 +145,13 @@ def check_multipliers(subject: Subject) -> str:
     return "by name"
 
 
-def check_parameters_by_name(subject: Subject) -> str:  # by the pattern of `k_proj` alone
+def check_parameters_by_name(subject: Subject) -> str:
     """Parameters have the names and values of the model's files, in float32, and each of them is trained."""
     stored = load_file(subject.model / "model.safetensors")
     engine = subject.build()
     require_equal("parameters", parameters(engine), stored)
     step(engine)
-    for name, parameter in engine.hf_parameters():  # the file holds the initial values
+    for name, parameter in engine.hf_parameters():
         require(parameter.dtype == torch.float32, f"{name} is {parameter.dtype}, not float32")
         require(not torch.equal(parameter, stored[name]), f"{name} did not change in a step")
     return f"{len(stored)} parameters"
@@ -202,7 +202,7 @@ MODEL_CHECKS: Mapping[str, Check] = {
 """Checks of an engine that trains a whole model, of any model that transformers builds."""
 
 
-def require_refused(call: Callable[[], object], what: str) -> None:  # so a refusal is always of one kind
+def require_refused(call: Callable[[], object], what: str) -> None:
     """Raises ContractError unless the call raises ValueError."""
     try:
         call()

@@ -43,8 +43,8 @@ class MegatronEngine(TorchEngine):
         # a replica's masters are whole on each of its ranks
         sharded = config.data_parallel_replicate == 1 and dist.get_world_size(groups.data) > 1
         self._masters = ShardedMasters(named, groups) if sharded else MasterSlices(named, groups)
-        with torch.no_grad():  # into the masters, which are float32
-            load_hf_weights(dict(by_name(self._masters)), config.model)
+        with torch.no_grad():
+            load_hf_weights(dict(by_name(self._masters)), config.model)  # into the masters, which are float32
         self._masters.refresh()  # the compute copies follow
         scorer = RowScorer(stages[0], config, groups.context, device)
         super().__init__(

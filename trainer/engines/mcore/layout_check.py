@@ -43,7 +43,7 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
     decoder = parse_decoder_config(hf_config)
     _check_options(config)
     check_engine_args(config.engine_args)
-    _check_degrees(config)  # fork's options are checked by name alone
+    _check_degrees(config)
     _check_tensor_parallel(config, decoder)
     _check_experts(config, decoder)
     _check_stages(config, decoder)
@@ -104,7 +104,6 @@ def _check_experts(config: TrainerConfig, decoder: DecoderConfig) -> None:
         raise ValueError(
             f"TrainerConfig.expert_parallel is {expert_parallel}; this model has no experts, so it must be 1"
         )
-    # experts take the place of other parallelism
     sharing = config.num_data_parallel_ranks * config.context_parallel * config.tensor_parallel
     num_experts = decoder.moe.num_experts
     if sharing % expert_parallel or num_experts % expert_parallel:
