@@ -1,19 +1,23 @@
 """What evaluations beside training cost: a recipe's own loop, steps with an evaluation beside steps without.
 
-    python -m benchmarks.evaluation_beside [--quick | --smoke] [--steps N] [--recipe NAME]
+    python -m benchmarks.evaluation_beside [--quick | --smoke] [--cycles N] [--recipe NAME] [--evaluation WHERE]
 
-Every second step has an evaluation of the recipe's size beside it. Trainer and generator have a thread each, so that on
-two cores one is idle while the other works, as on GPUs of their own. Then the run is repeated with evaluations between
-its steps. Bars: an evaluation costs at most 5 % of the steps from one to the next, at the recipe's `evaluate_every`,
-and no metric of training differs.
+Every eighth step, or as the recipe says, an evaluation of the recipe's size begins. Trainer and generator have a thread
+each, so that on two cores one is idle while the other works, as on GPUs of their own. A generator of its own for
+evaluations ("apart") has one, too. Then the run is repeated with evaluations between its steps. Bars: an evaluation
+makes the steps from one to the next at most 5 % longer than as many steps without one, waits included, and no metric of
+training differs.
 """
 
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result
@@ -28,35 +32,48 @@ from rl.envs.even_words import EvenWords
 Row = dict[str, float]
 
 
+class TimedConsole(Console):
+    """A console that remembers when each step ended."""
+
+    ends: list[float]
+
+    def step(self, metrics: Mapping[str, float], total_steps: int) -> None:
+        """As in the base."""
+        self.ends.append(time.perf_counter())
+        super().step(metrics, total_steps)
+
+
 def main() -> None:
     """Runs the benchmark and prints its result."""
-    options_parser = parser(__doc__, quick="four steps")
+    options_parser = parser(__doc__, quick="as many steps as lie between two evaluations, twice")
     options_parser.add_argument("--recipe", default="grpo_smollm2_cpu", help="a recipe of the grpo loop")
-    options_parser.add_argument("--steps", type=int, default=10, help="steps of each run")
+    options_parser.add_argument(
+        "--cycles", type=int, default=3, help="evaluations of each run; the first only warms up"
+    )
+    options_parser.add_argument("--evaluation", default="apart", choices=("apart", "beside"), help="where it is made")
     options = options_parser.parse_args()
-    beside, every = measure(options, "beside")
-    between, _ = measure(options, "between")
-    warm = beside[2:] or beside  # the first steps compile kernels and touch memory
-    with_one, without = warm[::2], warm[1::2]
-    step_s = statistics.median(row["seconds_step"] for row in without)
-    extra_s = statistics.median(row["seconds_step"] for row in with_one) - step_s
-    waited_s = statistics.median(row["seconds_evaluate"] for row in with_one)
-    differing = [name for pair in zip(beside, between, strict=True) for name in different(*pair)]
-    print(f"{'step without an evaluation':<28}{step_s:8.3f} s")
-    print(f"{'more with one beside it':<28}{extra_s:8.3f} s  {extra_s / (every * step_s):7.2%} of {every} steps")
-    print(f"{'of which it was waited for':<28}{waited_s:8.3f} s")
+    measured, ends, every = measure(options, options.evaluation)
+    between, _, _ = measure(options, "between")
+    seconds = [end - start for start, end in itertools.pairwise(ends)][every - 1 :]  # of steps, waits included
+    cycles = [seconds[start : start + every] for start in range(0, len(seconds), every)]
+    quiet_s = statistics.median(second for cycle in cycles for second in cycle[every // 2 :])
+    extra_s = statistics.median(map(sum, cycles)) - every * quiet_s
+    differing = [name for pair in zip(measured, between, strict=True) for name in different(*pair)]
+    print(f"{'step without an evaluation':<28}{quiet_s:8.3f} s")
+    print(f"{'more for an evaluation':<28}{extra_s:8.3f} s  {extra_s / (every * quiet_s):7.2%} of {every} steps")
     print_result(
         "evaluation_beside",
         [
-            Bar(name="evaluation_share", value=extra_s / (every * step_s), limit=0.05),
+            Bar(name="evaluation_share", value=extra_s / (every * quiet_s), limit=0.05),
             Bar(name="metrics_that_differ", value=len(differing), limit=0),
         ],
         {
             "recipe": options.recipe,
+            "evaluation": options.evaluation,
             "evaluate_every": every,
-            "seconds_step": step_s,
+            "seconds_step": quiet_s,
             "seconds_more": extra_s,
-            "seconds_waited": waited_s,
+            "seconds_of_cycles": [[round(second, 3) for second in cycle] for cycle in cycles],
             "differing": sorted(set(differing)),
         },
     )
@@ -67,9 +84,8 @@ def different(row: Row, other: Row) -> list[str]:
     return [name for name in {*row, *other} if not is_timing(name) and row.get(name) != other.get(name)]
 
 
-def measure(options: argparse.Namespace, evaluation: str) -> tuple[list[Row], int]:
-    """The metrics of a run's steps, and the recipe's `evaluate_every`."""
-    num_steps = 2 if options.smoke else 4 if options.quick else options.steps
+def measure(options: argparse.Namespace, evaluation: str) -> tuple[list[Row], list[float], int]:
+    """The metrics of a run's steps, when each ended, and the steps from one evaluation to the next."""
     with (
         CapturedOutput() as output,
         tempfile.TemporaryDirectory(dir=".") as folder,
@@ -78,11 +94,11 @@ def measure(options: argparse.Namespace, evaluation: str) -> tuple[list[Row], in
         config = load_recipe(find_recipe(options.recipe))
         if not isinstance(config, GRPOConfig):
             raise SystemExit(f"recipe {options.recipe} is not of the grpo loop, whose steps this benchmark compares")
-        every = config.evaluate_every
+        every = 2 if options.smoke else config.evaluate_every
         config = dataclasses.replace(
             config,
-            num_steps=num_steps,
-            evaluate_every=2,
+            num_steps=every * (2 if options.smoke or options.quick else options.cycles),
+            evaluate_every=every,
             evaluation=evaluation,
             checkpoint_every=0,
             trainer=dataclasses.replace(config.trainer, num_threads=1),
@@ -92,9 +108,10 @@ def measure(options: argparse.Namespace, evaluation: str) -> tuple[list[Row], in
             config = dataclasses.replace(config, model=str(model), env=EvenWords(), prompts_per_step=2, num_eval=4)
         run_folder = RunFolder(Path(folder) / "run", config)
         output.move_to(run_folder.logs / "controller.log")
-        console = Console(sys.stderr if sys.stderr.isatty() else output.terminal)
+        console = TimedConsole(sys.stderr if sys.stderr.isatty() else output.terminal)
+        console.ends = []
         asyncio.run(train(config, run_folder, console))
-        return [row for row in run_folder.metrics() if "seconds_step" in row], every
+        return [row for row in run_folder.metrics() if "seconds_step" in row], console.ends, every
 
 
 if __name__ == "__main__":

@@ -35,13 +35,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.harness import REPOSITORY, Bar, parser, print_result
+from benchmarks.locked_environment import locked_python
 from benchmarks.trl_trainer import Settings
 from controller.commands.output import CapturedOutput
 from controller.commands.recipes import find_recipe, load_recipe
 from controller.loops.grpo import GRPOConfig, train
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
-from controller.runs.locked_environment import locked_python
 from controller.runs.models import resolve_model
 from rl.envs.largest_number import LargestNumber
 from rl.envs.procedural import TextProblem

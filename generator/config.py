@@ -103,6 +103,8 @@ class GeneratorConfig:
     asked for by name fails where `auto` would take another."""
     num_replicas: int = 1
     """Copies of the model that share the requests; all pull the same weights."""
+    evaluator: bool = False
+    """Whether a further copy, on GPUs of its own, answers evaluations only. A loop sets it by its own `evaluation`."""
     max_model_len: int = 2048
     """The largest number of tokens of a prompt and its completion together. A prompt that is only scored, which is to
     say with `max_tokens=1`, may fill it."""
@@ -148,11 +150,16 @@ class GeneratorConfig:
         for name in ("tensor_parallel", "num_replicas", "max_model_len", "max_num_seqs", "num_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"GeneratorConfig.{name} is {getattr(self, name)}; it must be at least 1")
-        check_gpus("GeneratorConfig", self.gpus, self.tensor_parallel * self.num_replicas)
+        check_gpus("GeneratorConfig", self.gpus, self.tensor_parallel * self.num_copies)
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise ValueError(f"GeneratorConfig.request_timeout_s is {self.request_timeout_s}; it must be above 0")
         if self.engine_args:
             _check_engine_args(self.engine_args)
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of the model: the replicas and the evaluator."""
+        return self.num_replicas + self.evaluator
 
     def check_model(self) -> None:
         """Raises ValueError if this generator cannot serve the model in its directory."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.runs.locked_environment import with_own_torch
+from benchmarks.locked_environment import with_own_torch
 from tests.package_index import add_build_tools, add_source, add_wheel, installed, make_index, only_index
 
 ROOT = Path(__file__).parent.parent

@@ -25,7 +25,8 @@ class AgentConfig(GroupLoopConfig):
     """What one session may use."""
     tool_parser: str = ""
     """vLLM's parser of tool calls, by its name."""
-    records_routes = rests_while_training = False
+    records_routes = False
+    evaluations = ("between",)
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""

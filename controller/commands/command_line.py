@@ -32,9 +32,6 @@ COMMANDS: Mapping[str, str] = {
     "eval": "controller.commands.chat_and_eval:Eval",
     "export": "controller.commands.export_run:Export",
     "chat": "controller.commands.chat_and_eval:Chat",
-    "worker": "controller.commands.host_commands:Worker",
-    "doctor": "controller.commands.host_commands:Doctor",
-    "certs": "controller.commands.host_commands:Certs",
 }
 """Name -> `module:class` of every command that is always there."""
 _GROUP = "ownloop.commands"

@@ -46,7 +46,6 @@ CHANGEABLE = (
     "num_steps",
     "checkpoint_every",
     "keep_checkpoints",
-    "on_failure",
     "max_restarts",
     "restart_window_minutes",
     "log",

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Itera
 from contextlib import aclosing, asynccontextmanager
 from typing import get_args
 
+from controller.handles.adapters import BoundGenerator
 from controller.handles.generator_handle import GeneratorHandle
 from controller.handles.replicas import PrefixAffinity, Pull, Replica, ReplicaSet, ReplicaState, StoppableGenerator
 from controller.processes.errors import MeshError
@@ -25,6 +26,7 @@ from generator.openai_calls import OpenAICall, OpenAIReply
 from rl.checks import check_at_least, check_known
 from rl.images import join_tokens
 from rl.lora import LivePolicy, Policy
+from rl.protocols import Generator
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
 
 _MAX_LEAD = 32  # samples in progress; a computed prefix is not worth waiting for more of them
@@ -54,6 +56,8 @@ class GeneratorRouter:
         self._affinity = PrefixAffinity(len(generators))
         self._pulls = PolicyLocks()
         self._pull_task: asyncio.Task[None] | None = None
+        self.evaluator: StoppableGenerator | None = None
+        """A further copy that answers no request of this generator. It is not restarted."""
 
     @classmethod
     async def launch(
@@ -163,9 +167,9 @@ class GeneratorRouter:
         if others and len(errors) == len(outcomes):
             raise others[0]
 
-    async def version(self) -> int:
-        """The model's policy version in use. Before its first pull it is 0: the weights in the model's directory."""
-        return self._versions.get(None, 0)
+    async def version(self, policy: Policy = None) -> int:
+        """The policy version in use. Before the model's first pull it is 0: the weights in the model's directory."""
+        return self._versions.get(policy, 0)
 
     async def stop(self) -> None:
         """Ends every replica. May be called again."""
@@ -327,6 +331,18 @@ class PolicyLocks:
             self._num_users[policy] -= 1
             if not self._num_users[policy]:
                 del self._num_users[policy], self._locks[policy]
+
+
+async def evaluator_of(generator: Generator) -> Generator:
+    """What measures the version that a generator serves: its evaluator, once that has pulled it, or else itself.
+
+    Raises `MeshError` if the evaluator has died.
+    """
+    router, policy = (generator.unbound, generator.name) if isinstance(generator, BoundGenerator) else (generator, None)
+    if not isinstance(router, GeneratorRouter) or router.evaluator is None:
+        return generator
+    await router.evaluator.pull_model_state_dict(await router.version(policy), policy=policy)
+    return router.evaluator if policy is None else BoundGenerator(router.evaluator, policy)
 
 
 async def openai(router: GeneratorRouter, call: OpenAICall) -> OpenAIReply:

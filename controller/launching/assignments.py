@@ -114,23 +114,26 @@ class Assignments:
         return Assignment(self._here(name, config, config.num_ranks, 1))
 
     def generators(self, name: str, config: GeneratorConfig) -> list[Assignment]:
-        """The assignments of a generator's replicas, which take turns on the hosts. Raises as `trainer` does."""
+        """The assignments of a generator's replicas, which take turns on the hosts, then its evaluator's.
+
+        Raises as `trainer` does.
+        """
         self._take_name(name)
         self._hosts.generators.add(name)
-        num_ranks, num_replicas = config.tensor_parallel, config.num_replicas
+        num_ranks, num_copies = config.tensor_parallel, config.num_copies
         hosts = None if self.cluster is None else self.cluster.group_of(name, is_trainer=False)
         if hosts is not None:
             _refuse_turns(name, config)
-            if num_replicas < len(hosts):
+            if config.num_replicas < len(hosts):
                 raise ValueError(
-                    f"{name!r} has {len(hosts)} hosts and num_replicas {num_replicas}; a replica runs on one host, so "
-                    f"num_replicas must be at least {len(hosts)}, or the hosts fewer"
+                    f"{name!r} has {len(hosts)} hosts and num_replicas {config.num_replicas}; a replica runs on one "
+                    f"host, so num_replicas must be at least {len(hosts)}, or the hosts fewer"
                 )
-            return [self._remote_generator(name, index, config) for index in range(num_replicas)]
-        own = self._here(name, config, num_ranks * num_replicas, num_replicas)
+            return [self._remote_generator(name, index, config) for index in range(num_copies)]
+        own = self._here(name, config, num_ranks * num_copies, num_copies)
         return [
             Assignment(None if own is None else own[index * num_ranks : (index + 1) * num_ranks])
-            for index in range(num_replicas)
+            for index in range(num_copies)
         ]
 
     async def replaced(self, assignment: Assignment, name: str, index: int, config: GeneratorConfig) -> Assignment:

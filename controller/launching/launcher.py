@@ -214,11 +214,9 @@ class Launcher:
     def generator(self, model: Path, config: GeneratorConfig, *, name: str = "generator") -> "asyncio.Task[Generator]":
         """Starts a `GeneratorRouter` over `config.num_replicas` generators. It restarts a generator that dies.
 
-        Their GPUs are `config.gpus`, by default the next free. With `config.lora`, the result is bound to the adapter
-        "policy": see `BoundGenerator`.
+        Their GPUs are `config.gpus`, by default the next free. With `config.lora` it is bound to the adapter "policy".
 
-        Raises ValueError if the model cannot be served, or not on so many ranks, if the name is taken, and for too few
-        GPUs.
+        Raises ValueError if the model cannot be served so, for a name that is taken, and for too few GPUs.
         """
         if isinstance(config, OfflineGeneratorConfig):
             return self._begin(offline_generator())
@@ -229,10 +227,9 @@ class Launcher:
         from controller.handles.generator_router import GeneratorRouter
         from generator.options import check_hardware
 
-        num_replicas = config.num_replicas
         check_hardware(config, has_gpu=self._assignments.has_gpu(name, is_trainer=False))
         assignments = self._assignments.generators(name, config)
-        store = self._weight_store()
+        store, alone = self._weight_store(), config.num_replicas == 1
 
         async def start_replica(index: int) -> GeneratorHandle:
             assignment = assignments[index] = await self._assignments.replaced(assignments[index], name, index, config)
@@ -241,7 +238,7 @@ class Launcher:
                 GeneratorHandle.launch,
                 config,
                 self._log_dir,
-                name=name if num_replicas == 1 else f"{name}-{index}",
+                name="evaluator" if index == config.num_replicas else name if alone else f"{name}-{index}",
                 gpus=assignment.gpus,
                 hosts=assignment.hosts,
                 version_records=self._version_records,
@@ -249,12 +246,17 @@ class Launcher:
                 store_name=self._root._store_name,
                 shared_gpus=self._gpus if config.placement == "colocated" else None,
             )
-
             return await self._in_phase("sample", config, launch, assignment.gpus)
 
+        async def start_evaluator() -> GeneratorHandle:
+            self._running.append(evaluator := await start_replica(config.num_replicas))  # no router ends it
+            return evaluator
+
         async def start() -> Generator:
-            router = await GeneratorRouter.launch(start_replica, num_replicas, on_failure=config.on_failure)
+            evaluator = self._begin(start_evaluator(), "evaluator") if config.evaluator else None
+            router = await GeneratorRouter.launch(start_replica, config.num_replicas, on_failure=config.on_failure)
             self._running.append(router)
+            router.evaluator = evaluator and await evaluator
             await (await asyncio.shield(store)).receivers.complete()  # a later generator may be on a further host
             return router if config.lora is None else BoundGenerator(router, POLICY)
 

@@ -28,7 +28,7 @@ class AccumulateConfig(GroupLoopConfig):
     """A step adds rollout batches until at least this many tokens have an advantage."""
     kl_target: float
     """KL(generator || policy) per token that a step should bring about, measured on its last batch."""
-    rests_while_training = False
+    evaluations = ("between", "apart")
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -53,7 +53,7 @@ async def train(config: AccumulateConfig, folder: RunFolder, console: Console) -
         learning_rate: float = min(run.restored.get("learning_rate", highest(0)), highest(run.last_step))
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         for step in steps:
-            await run.evaluate_if_due(step - 1, lambda: source.evaluate(generator))
+            await run.evaluate_if_due(step - 1, source.evaluate, generator)
             clock = run.begin_step(step)
             groups, batch, outputs = list[Group](), list[Datum](), list[ForwardBackwardOutput]()
             for number in range((step - 1) * MAX_BATCHES_PER_STEP + 1, step * MAX_BATCHES_PER_STEP + 1):
@@ -85,6 +85,6 @@ async def train(config: AccumulateConfig, folder: RunFolder, console: Console) -
                 run.end_step_without_update(groups)
             await run.checkpoint_if_due(learning_rate=learning_rate)
 
-        run.log_evaluation(run.last_step, await source.evaluate(generator))
+        await run.evaluate_last(source.evaluate, generator)
         await trainer.export_hf(run.model_dir)
     run.finish()

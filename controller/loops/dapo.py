@@ -60,7 +60,7 @@ async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None
         next_problem: int = run.restored.get("next_problem", 0)
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         for step in steps:
-            await run.evaluate_if_due(step - 1, lambda: source.evaluate(generator))
+            await run.evaluate_if_due(step - 1, source.evaluate, generator)
             clock = run.begin_step(step)
             with clock("generate"):
                 sampled = await sample_with_signal(sample, next_problem, config.prompts_per_step, config.max_rounds)
@@ -84,6 +84,6 @@ async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None
                 run.end_step_without_update(sampled.all, f"{len(sampled.all)} groups had nothing to learn from")
             await run.checkpoint_if_due(next_problem=next_problem)
 
-        run.log_evaluation(run.last_step, await source.evaluate(generator))
+        await run.evaluate_last(source.evaluate, generator)
         await trainer.export_hf(run.model_dir)
     run.finish()

@@ -26,7 +26,7 @@ class DistillConfig(RolloutLoopConfig):
     """How a teacher is laid out. It only computes log-probs, so it holds neither gradients nor optimizer state."""
     lesson: Lesson = field(default_factory=Lesson)
     """Which divergence is learned from, over which words, with which hints, and further teachers."""
-    rests_while_training = False
+    evaluations = ("between",)
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""

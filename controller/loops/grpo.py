@@ -34,7 +34,7 @@ async def train(config: GRPOConfig, folder: RunFolder, console: Console) -> None
     ):
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         for step in steps:
-            await run.evaluate_if_due(step - 1, lambda: source.evaluate(generator))
+            await run.evaluate_if_due(step - 1, source.evaluate, generator)
             clock = run.begin_step(step)
             with clock("generate"):
                 groups = await source.sample(generator, step, config.group_size)
@@ -55,6 +55,6 @@ async def train(config: GRPOConfig, folder: RunFolder, console: Console) -> None
                 run.end_step_without_update(groups)
             await run.checkpoint_if_due()
 
-        run.log_evaluation(run.last_step, await source.evaluate(generator))
+        await run.evaluate_last(source.evaluate, generator)
         await trainer.export_hf(run.model_dir)
     run.finish()

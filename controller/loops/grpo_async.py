@@ -29,7 +29,7 @@ class GRPOAsyncConfig(GRPOConfig):
     """Most optimizer steps between the policy that sampled a token and the policy that trains on it."""
     loss_config: LossConfig = field(default_factory=lambda: {"importance_cap": 2.0})
     """As in `grpo`. By default importance weights correct for the staleness, up to a factor of 2."""
-    rests_while_training = False
+    evaluations = ("between", "apart")
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -60,7 +60,7 @@ async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) ->
         queue = RolloutQueue(sample_group, steps.remaining, per_step, config.max_staleness, restored)
         async with queue as rollouts:
             for step in steps:
-                await run.evaluate_if_due(step - 1, lambda: source.evaluate(generator))
+                await run.evaluate_if_due(step - 1, source.evaluate, generator)
                 clock = run.begin_step(step)
                 with clock("wait"):
                     groups = await rollouts.take()
@@ -82,6 +82,6 @@ async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) ->
                 rollouts.advance()
                 await run.checkpoint_if_due(**rollouts.state())
 
-        run.log_evaluation(run.last_step, await source.evaluate(generator))
+        await run.evaluate_last(source.evaluate, generator)
         await trainer.export_hf(run.model_dir)
     run.finish()

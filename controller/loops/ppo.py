@@ -55,7 +55,7 @@ async def train(config: PPOConfig, folder: RunFolder, console: Console) -> None:
         async with run.steps(policy=trainer, critic=critic) as steps:
             await generator.pull_model_state_dict(await trainer.push_model_state_dict())
             for step in steps:
-                await run.evaluate_if_due(step - 1, lambda: source.evaluate(generator))
+                await run.evaluate_if_due(step - 1, source.evaluate, generator)
                 clock = run.begin_step(step)
                 with clock("generate"):
                     groups = await source.sample(generator, step, config.group_size)
@@ -84,6 +84,6 @@ async def train(config: PPOConfig, folder: RunFolder, console: Console) -> None:
                 else:
                     run.end_step_without_update(groups, why="no rollout has a sampled token")
                 await run.checkpoint_if_due()
-            run.log_evaluation(run.last_step, await source.evaluate(generator))
+            await run.evaluate_last(source.evaluate, generator)
             await trainer.export_hf(run.model_dir)
     run.finish()

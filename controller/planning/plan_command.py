@@ -87,7 +87,7 @@ def planned(options: Plan, config: Any) -> tuple[list[str], bool]:
         f"  longest row that fits: {longest_row(model, trainer, gpu, accumulates=accumulates)} tokens"
         " (max_tokens_per_microbatch)",
         "",
-        *memory_lines(f"generator, each of {generator.num_replicas * generator.tensor_parallel} ranks", of_generator),
+        *memory_lines(f"generator, each of {generator.num_copies * generator.tensor_parallel} ranks", of_generator),
         f"  room for {max(0, cached)} tokens: {max(0, cached) // generator.max_model_len} sequences of"
         f" {generator.max_model_len} (max_num_seqs {generator.max_num_seqs})",
         "",

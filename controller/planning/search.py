@@ -29,7 +29,7 @@ class Layout:
     @property
     def num_gpus(self) -> int:
         """GPUs of the whole run."""
-        sampling = self.generator.num_replicas * self.generator.tensor_parallel
+        sampling = self.generator.num_copies * self.generator.tensor_parallel
         if self.generator.placement == "colocated":
             return max(self.trainer.num_ranks, sampling)
         return self.trainer.num_ranks + sampling
@@ -52,7 +52,7 @@ def find_layouts(
     trainers = _best_trainers(model, trainer, work, gpu, efficiency, num_gpus, gpus_per_host)
     found: list[Layout] = []
     for sampler in samplers:
-        taken = sampler.num_replicas * sampler.tensor_parallel
+        taken = sampler.num_copies * sampler.tensor_parallel
         for num_ranks, candidate in trainers.items():
             if max(num_ranks, taken) > num_gpus if sampler.placement == "colocated" else num_ranks + taken > num_gpus:
                 continue

@@ -108,6 +108,10 @@ class Checkpoints:
         self.values, self.last_step = {**loop["values"], **groups}, loop["step"]
         return self.last_step + 1
 
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step, unless the run must be stopped for a reason."""
+        return bool(self._every) and (step == self._log.total_steps or self.solved or step % self._every == 0)
+
     async def after_step(self, step: int, **values: Any) -> None:
         """Saves in the background if a checkpoint is due: every `checkpoint_every` steps and after the last one.
 
@@ -122,8 +126,7 @@ class Checkpoints:
         await self._folder.room()
         self._end_if_solved(step)  # before a reason to stop: solved is no failure
         why_stop = None if self.solved else self._why_stop(step)
-        last = step == self._log.total_steps or self.solved or why_stop is not None
-        if why_stop is not None or (self._every and (last or step % self._every == 0)):
+        if why_stop is not None or self.saves_after(step):
             await self._save(self._finished, asynchronous=why_stop is None)
         if why_stop is not None:
             raise TrainingStoppedError(f"{why_stop} The run is saved in {self._folder.checkpoint_path(step)}.")

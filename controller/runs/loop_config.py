@@ -21,8 +21,7 @@ from trainer.config import TrainerConfig
 
 Loop: TypeAlias = Callable[[Any, RunFolder, Console], Coroutine[Any, Any, None]]
 """A loop: `train(config, folder, console)` trains a model. The processes it starts end before it does."""
-OnFailure = Literal["restart", "stop"]
-Evaluated = Literal["between", "beside"]
+Evaluated = Literal["between", "beside", "apart"]
 ABSENT = "(absent)"
 """Stands for the value of a field that one configuration lacks."""
 _OPTIMIZERS = {"adamw": AdamParams, "muon": MuonParams}
@@ -64,11 +63,10 @@ class LoopConfig:
     `benchmarks/checkpoint_cost.py` says what one costs. The trained model is always exported."""
     keep_checkpoints: int = 2
     """Newest checkpoints that stay on disk. Each holds the parameters and the optimizer state in float32."""
-    on_failure: OnFailure = "restart"
-    """What happens when a trainer or the weight store dies or hangs: "restart" starts the processes again and
-    continues after the newest checkpoint; "stop" ends the run. A generator that dies is replaced in either case."""
     max_restarts: int = 3
-    """Most restarts within `restart_window_minutes`; one more failure ends the run."""
+    """How often within `restart_window_minutes` the processes start again and the run continues after its newest
+    checkpoint, when a trainer or the weight store dies or hangs; one more failure ends the run. 0: the first one does.
+    A generator that dies is replaced in either case."""
     restart_window_minutes: float = 60.0
     """The time in which `max_restarts` are counted."""
     log: tuple[str, ...] = ()
@@ -92,7 +90,6 @@ class LoopConfig:
         check_at_least(
             0, checkpoint_every=self.checkpoint_every, warmup_steps=self.warmup_steps, max_restarts=self.max_restarts
         )
-        check_known("on_failure", self.on_failure, get_args(OnFailure))
         check_above_zero(restart_window_minutes=self.restart_window_minutes)
         if not 0 <= self.seed <= MAX_RUN_SEED:  # the seeds of rollouts follow from it
             raise ValueError(f"seed is {self.seed}; it must be from 0 to {MAX_RUN_SEED}")
@@ -166,12 +163,13 @@ class RolloutLoopConfig(LoopConfig):
     """Which GPUs trainers and generator use: "split" gives each its own; "colocated" gives all of them the first ones,
     and they take turns: see `docs/memory.md`. A loop that trains and samples at the same time gains nothing by it."""
     evaluation: Evaluated = "between"
-    """When held-out problems are sampled: "between" two steps, or "beside" the trainer's work in a step, while the
-    generator has nothing else to do. Both measure the same weights, and training is the same to the last digit."""
+    """When held-out problems are sampled: "between" two steps; "beside" the trainer's work in a step, while the
+    generator has nothing else to do; or "apart", by a generator of its own, while training continues, however many
+    steps that takes. All measure the same weights, and training is the same to the last digit."""
     records_routes = True
     """Whether the loop's data have the routes of its completions."""
-    rests_while_training = True
-    """Whether the loop's generator has nothing to do while its trainer works, and its page awaits `Run.evaluated`."""
+    evaluations = get_args(Evaluated)
+    """What `evaluation` may be: not "beside" where the generator has other work then."""
     env_time_limit_s: float | None = None
     """Longest that one call of the environment may take; a longer one costs its rollout. None: what the environment
     says (`call_time_limit_s`), and 60 s if it says nothing."""
@@ -181,13 +179,17 @@ class RolloutLoopConfig(LoopConfig):
         LoopConfig.__post_init__(self)  # super() does not know a class with slots
         require_env(self.env)
         check_known("placement", self.placement, get_args(Placement))
-        check_known("evaluation", self.evaluation, get_args(Evaluated))
-        if self.evaluation == "beside" and (self.placement == "colocated" or not self.rests_while_training):
-            why = "is colocated and has no GPU then" if self.rests_while_training else "of this loop is busy then"
-            raise ValueError(f"evaluation is 'beside' the trainer's work, and the generator {why}; use 'between'")
+        if self.evaluation not in self.evaluations:
+            raise ValueError(f"evaluation is {self.evaluation!r}; in this loop it must be one of {self.evaluations}")
+        if self.evaluation != "between" and self.placement == "colocated":
+            raise ValueError(
+                f"evaluation is {self.evaluation!r} and placement 'colocated', so that the trainer has all GPUs then; "
+                "use evaluation 'between'"
+            )
         for part in fields(self):  # the generator and every trainer: the policy's, a critic's, a teacher's
             if isinstance(value := getattr(self, part.name), TrainerConfig | GeneratorConfig):
                 self._set(part.name, replace(value, placement=self.placement))
+        self._set("generator", replace(self.generator, evaluator=self.evaluation == "apart"))
         if self.lora is not None:
             room = self.generator.lora or LoRALimits(max_rank=self.lora.rank)
             vision = room.vision or self.trainer.train_vision

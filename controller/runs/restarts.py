@@ -21,14 +21,14 @@ from controller.runs.loop_config import Loop
 
 
 async def run_with_restarts(loop: Loop, config: Any, folder: RunFolder, console: Console) -> None:
-    """Runs a loop to its end, and begins it again when a process fails, as the configuration's `on_failure` says.
+    """Runs a loop to its end, and begins it again when a process fails, `max_restarts` times at most.
 
     A configuration without that field is not restarted. Raises `MeshError` if the loop may not be restarted (again);
     every other error of the loop is raised at once, since it would happen again. Hosts that were allocated for the run
     stay its own until it ends.
     """
     run_hosts.set(getattr(config, "hosts", None))
-    limit = RestartLimit(config) if getattr(config, "on_failure", "stop") == "restart" else None
+    limit = RestartLimit(config) if getattr(config, "max_restarts", 0) else None
     async with kept_allocations(console.phase):
         await _until_the_end(limit, loop, config, folder, console)
 

@@ -19,7 +19,7 @@ from controller.runs.folder import RunFolder
 from controller.runs.loop_config import LoopConfig
 from controller.runs.step_log import EQUAL_REWARDS, StepLog
 from rl.algorithms.metrics import PhaseClock
-from rl.protocols import Trainer, best_reward_of
+from rl.protocols import Generator, Trainer, best_reward_of
 from rl.rollouts.evaluation import Evaluation, Measurement
 from rl.system.hardware import without_walking_what_exists
 from rl.system.timeline import report_progress
@@ -70,6 +70,7 @@ class Run:
         self._step = 0
         self._clock = PhaseClock()
         self._evaluation = _Evaluation()
+        self._where = getattr(config, "evaluation", "between")
 
     @property
     def log_dir(self) -> Path:
@@ -125,26 +126,42 @@ class Run:
         self._clock = PhaseClock(on_begin=self._evaluation.begin)
         return self._clock
 
-    async def evaluate_if_due(self, step: int, evaluate: Callable[[], Awaitable[Evaluation]]) -> None:
-        """Evaluates after 0, `evaluate_every`, ... steps, and records the result.
+    async def evaluate_if_due(
+        self, step: int, evaluate: Callable[[Generator], Awaitable[Evaluation]], generator: Generator
+    ) -> None:
+        """Evaluates the generator after 0, `evaluate_every`, ... steps, and records the result.
 
-        With `evaluation="beside"` it begins with the first phase of the next step in which the trainer works.
+        With `evaluation="beside"` it begins with the first phase of the next step in which the trainer works. With
+        "apart" the generator's evaluator pulls its version, and samples while the run continues.
         """
 
         async def evaluation() -> None:
-            self.log_evaluation(step, await evaluate())
+            self.log_evaluation(step, await evaluate(generator))
 
-        if step % self._config.evaluate_every == 0:
-            self._evaluation.due = evaluation
-            if getattr(self._config, "evaluation", "between") == "between":
-                await self._evaluation.over()
+        if step % self._config.evaluate_every:
+            return
+        if self._where == "apart":
+            from controller.handles.generator_router import evaluator_of  # loads Monarch
+
+            await self._evaluation.over()  # the one before
+            generator = await evaluator_of(generator)
+        self._evaluation.due = evaluation
+        if self._where == "apart":
+            self._evaluation.begin("forward")
+        if self._where == "between":
+            await self._evaluation.over()
+
+    async def evaluate_last(self, evaluate: Callable[[Generator], Awaitable[Evaluation]], generator: Generator) -> None:
+        """Evaluates the generator after the last step, and records the result."""
+        await self._evaluation.over()
+        self.log_evaluation(self.last_step, await evaluate(generator))
 
     async def evaluated(self) -> None:
         """Waits until the evaluation that is due is over. A loop awaits it before a pull: it measures one version.
 
         The generator samples for training at no other time, so that training rollouts share no batch with it.
         """
-        if self._evaluation.due or self._evaluation.running:
+        if self._where != "apart" and (self._evaluation.due or self._evaluation.running):
             with self._clock("evaluate"):
                 await self._evaluation.over()
 
@@ -175,6 +192,8 @@ class Run:
         """
         assert self._checkpoints is not None, "Run.steps names the trainers to save; enter it before the first step"
         await self.evaluated()
+        if self._checkpoints.saves_after(self._step):
+            await self._evaluation.over()  # a run that resumes there has its result
         await self._checkpoints.after_step(self._step, **values)
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:

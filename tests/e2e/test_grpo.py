@@ -5,6 +5,7 @@ Covers: controller/commands/cli.py
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from controller.runs.comparison import is_timing
 from tests.e2e.cli_runs import wait_for_step
 from tests.rl.recordings import recorded_rows
 from tests.waiting import LIMIT_S, wait_until
@@ -93,6 +95,43 @@ def test_a_run_leaves_what_it_promises(smollm2: Path, tmp_path: Path) -> None:
     assert trained.keys() == original.keys()
     assert any((trained[name] != original[name]).any() for name in original)
     assert AutoTokenizer.from_pretrained(folder / "model").chat_template
+
+
+@pytest.mark.slow  # the order of what happens: tests/controller/runs/test_training_run.py
+def test_evaluations_apart_measure_the_same(tmp_path: Path) -> None:
+    """The same training and evaluations as between steps; the evaluator's death only costs a restart."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for name in ("between", "apart", "killed"):
+        options = (
+            "--evaluation",
+            "between" if name == "between" else "apart",
+            "--checkpoint-every",
+            "1",
+            "--num-steps",
+            "12",
+        )
+        run = _ownloop(tmp_path / name, TINY_RECIPE, *options)
+        if name == "killed":
+            wait_for_step(run, tmp_path / name / "run", 2)
+            (evaluator,) = (tmp_path / name / "run").glob("logs/evaluator-0.log")
+            os.kill(int(re.findall(r"pid=(\d+)", evaluator.read_text())[0]), signal.SIGKILL)
+        output, _ = run.communicate(timeout=LIMIT_S)
+        assert run.returncode == 0, output
+        assert ("restarting after" in output) is (name == "killed")
+        runs[name] = _rows(tmp_path / name / "run" / "metrics.jsonl")
+        assert not _left_behind(run.pid)
+
+    def rows(name: str, *, evaluations: bool) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in row.items() if not is_timing(key)}
+            for row in runs[name]
+            if ("eval_reward" in row) is evaluations
+        ]
+
+    assert [row["eval_version"] for row in rows("apart", evaluations=True)] == [*range(0, 14, 2)]
+    for name in ("apart", "killed"):
+        assert rows(name, evaluations=True) == rows("between", evaluations=True)
+        assert rows(name, evaluations=False) == rows("between", evaluations=False)
 
 
 @pytest.mark.slow  # each signal, without processes: tests/controller/commands/test_stop_signals.py

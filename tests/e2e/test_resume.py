@@ -119,14 +119,14 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     wait(run, lambda: complete_checkpoints(folder / "checkpoints"))  # without one nothing can go on
     kill_controller(run, folder, first)
 
-    run = ownloop(tmp_path, "--resume", "killed", "--on-failure", "stop")
+    run = ownloop(tmp_path, "--resume", "killed", "--max-restarts", "0")
     _kill_trainer_in_a_save(run, folder)
     status, output, _ = wait_for_end(run, "the run")
     assert status == 1, output
     assert re.search(r"error: MeshError: trainer: .* died", output), output
     assert f"ownloop run --resume {folder}" in output
 
-    run = ownloop(tmp_path, "--resume", str(folder), "--on-failure", "restart")
+    run = ownloop(tmp_path, "--resume", str(folder), "--max-restarts", "3")
     _kill_trainer(run, folder, second)  # it goes on by itself
     wait_for_step(run, folder, second + 2)
     run.send_signal(signal.SIGINT)

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from controller.runs.locked_environment import locked_python
+from benchmarks.locked_environment import locked_python
 from controller.server.child_server import Server
 from tests.waiting import LIMIT_S, wait_for_end, wait_until
 

@@ -1,6 +1,6 @@
 """Supervised recipes of the cookbook, unchanged: `python -m pytest -m slow tests/tinker/test_supervised_recipes.py`.
 
-Covers: controller/runs/locked_environment.py
+Covers: benchmarks/locked_environment.py
 """
 
 import ast
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from controller.runs.locked_environment import locked_python
+from benchmarks.locked_environment import locked_python
 from controller.server.child_server import Server
 from tests.tinker.conftest import learns
 from tests.tinker.datasets_here import HUB_MODEL, link_model, write_conversations, write_preferences

@@ -7,7 +7,9 @@ import asyncio
 
 import pytest
 
-from controller.handles.generator_router import GeneratorRouter
+from controller.handles.adapters import BoundGenerator
+from controller.handles.generator_router import GeneratorRouter, evaluator_of
+from controller.processes.errors import MeshError
 from rl.lora import Policy
 from rl.weights.versions import PublisherGoneError
 from tests.controller.handles.fake_replicas import SAMPLING, FakeReplica, Replicas, run, settle
@@ -177,3 +179,24 @@ def _num_objects(router: GeneratorRouter) -> int:
     """How many objects the router's own containers hold."""
     parts = vars(router)
     return len([*parts["_pulls"]]) + sum(len(each) for each in parts.values() if isinstance(each, dict | set | list))
+
+
+def test_an_evaluator_pulls_what_its_generator_serves() -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        bound = BoundGenerator(router, "a")
+        assert (await evaluator_of(router), await evaluator_of(bound)) == (router, bound)
+        router.evaluator = evaluator = FakeReplica(2)
+        await router.pull_model_state_dict(3)
+        await bound.pull_model_state_dict(5)
+        assert await evaluator_of(router) is evaluator
+        measured = await evaluator_of(bound)
+        assert evaluator.versions == {None: 3, "a": 5}
+        evaluator.release()
+        (completion,) = await measured.generate((1,), SAMPLING)
+        assert set(completion.versions) == {5}
+        assert [replica.prompts for replica in (*replicas, evaluator)] == [[], [], [(1,)]]
+        evaluator.kill()
+        with pytest.raises(MeshError):
+            await evaluator_of(router)
+
+    run(test)

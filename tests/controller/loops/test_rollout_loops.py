@@ -237,9 +237,7 @@ def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> 
         replace(distilled, env=object())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"teacher is 'self' and lesson.hint is 'none'"):
         replace(distilled, teacher="self")
-    with pytest.raises(
-        ValueError, match=r"evaluation is 'beside' the trainer's work, and the generator of this loop is"
-    ):
+    with pytest.raises(ValueError, match=r"evaluation is 'beside'; in this loop it must be one of \('between',\)"):
         replace(distilled, evaluation="beside")
     with pytest.raises(ValueError, match=r"sampling.temperature is 0.0; training rollouts need at least 0.01"):
         replace(distilled, sampling=SamplingParams(max_tokens=8, temperature=0.0))

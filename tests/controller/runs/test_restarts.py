@@ -79,9 +79,8 @@ def test_what_is_no_failure_of_a_process_is_raised_at_once(tmp_path: Path, error
     assert len(loop.resumed) == 1
 
 
-@pytest.mark.parametrize("config", [replace(CONFIG, on_failure="stop"), replace(CONFIG, max_restarts=0)])
-def test_a_run_that_is_to_stop_stops(tmp_path: Path, config: LoopConfig) -> None:
-    loop, _, raised = _run(tmp_path, config, MeshError("trainer", "a process died"))
+def test_a_run_that_is_to_stop_stops(tmp_path: Path) -> None:
+    loop, _, raised = _run(tmp_path, replace(CONFIG, max_restarts=0), MeshError("trainer", "a process died"))
     assert isinstance(raised, MeshError)
     assert len(loop.resumed) == 1
 
@@ -96,9 +95,7 @@ def test_old_restarts_no_longer_count() -> None:
     assert [limit.allows_another() for _ in range(3)] == [True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("on_failure", "again"), ("max_restarts", -1), ("restart_window_minutes", 0.0)]
-)
+@pytest.mark.parametrize(("field", "value"), [("max_restarts", -1), ("restart_window_minutes", 0.0)])
 def test_a_wrong_value_is_named(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"{field} is {value!r}"):
         replace(CONFIG, **{field: value})

@@ -14,7 +14,7 @@ import pytest
 
 from controller.runs import Console, LoopConfig, Run, RunFolder
 from controller.runs.comparison import is_timing
-from rl.protocols import Trainer
+from rl.protocols import Generator, Trainer
 from rl.rollouts.evaluation import Evaluation, Measurement
 from rl.types import Datum, ForwardBackwardOutput, OptimStepOutput
 from tests.controller.runs.test_checkpoints import FileTrainer
@@ -128,29 +128,39 @@ def test_an_evaluation_beside_training_changes_no_metric(
     assert versions == {0: 0, **{row["step"]: row["policy_version"] for row in plain["beside"] if "loss" in row}}
 
 
-def test_an_evaluation_is_over_before_a_pull_and_a_save(tmp_path: Path) -> None:
-    class Beside(LoopConfig):
-        evaluation = "beside"
+@pytest.mark.parametrize("where", ["beside", "apart"])
+def test_an_evaluation_is_over_before_a_save(tmp_path: Path, where: str) -> None:
+    """One beside training is over before a pull, too. One apart from it may take several steps."""
 
-    config = Beside(model="", trainer=TrainerConfig(), num_steps=4, learning_rate=0.0, evaluate_every=1)
+    class Evaluated(LoopConfig):
+        evaluation = where
+
+    config = Evaluated(
+        model="", trainer=TrainerConfig(), num_steps=4, learning_rate=0.0, evaluate_every=2, checkpoint_every=3
+    )
     run, happened = Run(config, RunFolder(tmp_path / "a", config), Console(io.StringIO())), list[str]()
 
-    async def evaluate() -> Evaluation:
+    async def evaluate(_: Generator) -> Evaluation:
         happened.append("begins")
-        for _ in range(5):
+        for _turn in range(9):  # turns of the event loop; a step takes one or two
             await asyncio.sleep(0)
         happened.append("ends")
         return Evaluation(groups=())
 
+    class Saves(FileTrainer):
+        async def save_checkpoint(self, path: Path, *, asynchronous: bool = False) -> None:
+            happened.append("saved")
+            await super().save_checkpoint(path, asynchronous=asynchronous)
+
     async def main() -> None:
-        async with run.steps(policy=cast(Trainer, FileTrainer())) as steps:
+        async with run.steps(policy=cast(Trainer, Saves())) as steps:
             for step in steps:
-                await run.evaluate_if_due(step - 1, evaluate)
+                await run.evaluate_if_due(step - 1, evaluate, cast(Generator, None))
                 clock = run.begin_step(step)
                 with clock("generate"):
                     await asyncio.sleep(0)
                     happened.append("sampled")
-                if step % 2:  # the other steps make no update
+                if step != 4:  # which makes no update
                     with clock("forward_backward"):
                         await asyncio.sleep(0)
                         happened.append("trained")
@@ -160,6 +170,12 @@ def test_an_evaluation_is_over_before_a_pull_and_a_save(tmp_path: Path) -> None:
                 else:
                     run.end_step_without_update()
                 await run.checkpoint_if_due()
+            await run.evaluate_last(evaluate, cast(Generator, None))
 
     asyncio.run(main())
-    assert happened == ["sampled", "begins", "trained", "ends", "pulled", "sampled", "begins", "ends"] * 2
+    step, last = ["sampled", "trained", "pulled"], ["sampled", "saved", "begins", "ends"]
+    if where == "beside":
+        evaluated = ["sampled", "begins", "trained", "ends", "pulled"]
+        assert happened == [*evaluated, *step, *evaluated, "saved", *last]
+    else:
+        assert happened == ["begins", *step, *step, "ends", "begins", *step, "ends", "saved", *last]
