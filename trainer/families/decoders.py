@@ -131,6 +131,18 @@ class Qwen35Shape(DecoderConfig):
     """Tokens that a convolution sees."""
     shared_hidden_dim: int
     """Hidden dimension of the shared expert; 0 without experts."""
+    state_dtype: str
+    """Of what a generator keeps of a delta rule; empty for its own dtype."""
+
+    @property
+    def values(self) -> int:
+        """Dimensions of the values of all heads of a linear layer."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def channels(self) -> int:
+        """Dimensions of its queries, keys and values, over which the convolution goes."""
+        return self.values + 2 * self.num_key_heads * self.key_head_dim
 
     def check_layout(self, config: TrainerConfig) -> None:
         """Raises ValueError for an option that is not proven for Qwen3.5."""
@@ -260,6 +272,7 @@ def qwen3_5(config: Mapping[str, Any]) -> Qwen35Shape:
         value_head_dim=int(config.get("linear_value_head_dim", 128)),
         kernel_size=int(config.get("linear_conv_kernel_dim", 4)),
         shared_hidden_dim=int(config["shared_expert_intermediate_size"]) if has_experts else 0,
+        state_dtype=str(config.get("mamba_ssm_dtype") or ""),
     )
 
 

@@ -37,7 +37,7 @@ from trainer.engines.titan.model.specs import (
 )
 from trainer.families.decoders import Qwen35Shape
 from trainer.families.experts import RoutedBlock, moe_config
-from trainer.families.gated_delta import delta_layer
+from trainer.families.gated_delta import delta_layer, installed_kernel
 from trainer.families.rotary import PartialRoPE
 
 
@@ -193,6 +193,7 @@ class Qwen35Policy(Policy):
 
 def build_spec(shape: Qwen35Shape, head: Head, inner_attention: Module.Config) -> ModelSpec:
     """The torchtitan spec of a model that ends in `head`; `inner_attention` configures its attention kernel."""
+    installed_kernel()  # says at the start what computes
     layers = [_layer(shape, inner_attention, index) for index in range(shape.num_layers)]
     spec = model_spec(shape, head, Qwen35Policy, layers, parallelize_qwen3)
     assert isinstance(spec.model, Decoder.Config)
@@ -226,8 +227,7 @@ def _attention(shape: Qwen35Shape, inner_attention: Module.Config) -> GatedAtten
 
 
 def _delta_net(shape: Qwen35Shape, inner_attention: Module.Config) -> DeltaNet.Config:
-    values = shape.num_value_heads * shape.value_head_dim
-    channels = values + 2 * shape.num_key_heads * shape.key_head_dim
+    values, channels = shape.values, shape.channels
     return DeltaNet.Config(
         n_heads=shape.num_value_heads,
         num_key_heads=shape.num_key_heads,
