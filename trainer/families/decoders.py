@@ -74,12 +74,7 @@ class RoutedShape(DecoderConfig):
             "intermediate_size": self.hidden_dim,
             "moe_intermediate_size x n_shared_experts": self.moe.hidden_dim * self.routing.num_shared_experts,
         }
-        for name, size in sizes.items():
-            if size % config.tensor_parallel:
-                raise ValueError(
-                    f"TrainerConfig.tensor_parallel is {config.tensor_parallel}, which does not divide the model's "
-                    f"{name} {size}; it must divide that"
-                )
+        refuse_uneven(config, sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +140,10 @@ class Qwen35Shape(DecoderConfig):
         return self.values + 2 * self.num_key_heads * self.key_head_dim
 
     def check_layout(self, config: TrainerConfig) -> None:
-        """Raises ValueError for an option that is not proven for Qwen3.5."""
-        one = {"tensor_parallel": 1, "context_parallel": 1}
-        refuse_unproven(config, "Qwen3.5", **one, compile=False, float8="none")
+        """Raises ValueError for an option that is not proven for Qwen3.5, or if ranks cannot share heads evenly."""
+        refuse_unproven(config, "Qwen3.5", context_parallel=1, compile=False, float8="none")
+        heads = {"linear_num_key_heads": self.num_key_heads, "linear_num_value_heads": self.num_value_heads}
+        refuse_uneven(config, {**heads, "shared_expert_intermediate_size": self.shared_hidden_dim})
 
 
 def refuse_unproven(config: TrainerConfig, family: str, **accepted: Any) -> None:
@@ -156,6 +152,16 @@ def refuse_unproven(config: TrainerConfig, family: str, **accepted: Any) -> None
         if (found := getattr(config, name)) != value:
             raise ValueError(
                 f"TrainerConfig.{name} is {found!r}; for {family} only {value!r} is proven with engine 'torchtitan'"
+            )
+
+
+def refuse_uneven(config: TrainerConfig, sizes: Mapping[str, int]) -> None:
+    """Raises ValueError if tensor-parallel ranks cannot have equal parts of a size, which `config.json` names so."""
+    for name, size in sizes.items():
+        if size % config.tensor_parallel:
+            raise ValueError(
+                f"TrainerConfig.tensor_parallel is {config.tensor_parallel}, which does not divide the model's "
+                f"{name} {size}; it must divide that"
             )
 
 

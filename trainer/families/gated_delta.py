@@ -124,18 +124,18 @@ def delta_layer(layer: Any, hidden: Tensor, sizes: Sequence[int]) -> Tensor:
 
     `layer` has the modules, parameters and sizes of transformers' `Qwen3_5GatedDeltaNet`.
     """
-    x = hidden[0]
-    positions = torch.cat([torch.arange(size, device=x.device) for size in sizes])
-    mixed = causal_convolution(layer.in_proj_qkv(x), layer.conv1d.weight[:, 0], positions)
+    mixed = layer.in_proj_qkv(hidden)[0]
+    positions = torch.cat([torch.arange(size, device=mixed.device) for size in sizes])
+    mixed = causal_convolution(mixed, layer.conv1d.weight[:, 0], positions)
     q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
     q, k = (each.unflatten(-1, (-1, layer.head_k_dim)) for each in (q, k))
-    g = -layer.A_log.float().exp() * F.softplus(layer.in_proj_a(x).float() + layer.dt_bias)
+    g = -layer.A_log.float().exp() * F.softplus(layer.in_proj_a(hidden)[0].float() + layer.dt_bias)
     out = gated_delta_rule(
-        q, k, v.unflatten(-1, (-1, layer.head_v_dim)), g, layer.in_proj_b(x).sigmoid(), sizes
+        q, k, v.unflatten(-1, (-1, layer.head_v_dim)), g, layer.in_proj_b(hidden)[0].sigmoid(), sizes
     )  # [L, heads, head_v_dim]
-    gate = layer.in_proj_z(x).reshape(-1, layer.head_v_dim)
+    gate = layer.in_proj_z(hidden)[0].reshape(-1, layer.head_v_dim)
     out = layer.norm(out.reshape(-1, layer.head_v_dim), gate)
-    return layer.out_proj(out.reshape(1, len(x), -1))
+    return layer.out_proj(out.reshape(1, len(positions), -1))
 
 
 class _GatedDeltaRule(torch.autograd.Function):
