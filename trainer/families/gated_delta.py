@@ -49,10 +49,10 @@ def causal_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sizes: Sequence[int]) -> Tensor:
-    """q, k [L, G, K], v [L, H, V], g and beta [L, H] -> [L, H, V] in the dtype of `v`, computed in float32 or wider.
+    """q, k [L, G, K], v [L, H, V], g and beta [L, H] -> [L, H, V] in the dtype of `v`.
 
     `sizes` are the numbers of tokens of the documents. Each of G groups of heads has queries and keys in common, which
-    are normalised here; g is at most 0.
+    are normalised here; g is at most 0. PyTorch computes in float32 or wider.
     """
     if v.is_cuda and v.dtype == torch.bfloat16 and (kernel := installed_kernel()) is not None:
         return by_kernel(kernel, (q, k, v, g, beta), sizes)

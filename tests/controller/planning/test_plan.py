@@ -229,7 +229,7 @@ def test_the_command_says_if_it_fits_and_refuses_as_engines_do(
     assert run_command(hybrid) == 2
     assert "GeneratorConfig.tensor_parallel is 4; for this model it is proven up to 1" in capsys.readouterr().err
     assert run_command([*hybrid, "--search", "2"]) == 0
-    assert "tensor_parallel=2" not in capsys.readouterr().out
+    assert "x tensor_parallel=2" not in capsys.readouterr().out
     assert run_command([*words, "--trainer.tensor-parallel", "3"]) == 2
     assert "TrainerConfig.tensor_parallel is 3, which does not divide" in capsys.readouterr().err
     assert run_command([*words, "--gpu", "v100"]) == 2
