@@ -1,16 +1,16 @@
 """Memory of one trainer rank and of one generator rank, in bytes.
 
-A trainer's step has three peaks, and the largest counts. At the output projection, all activations of the row are there
-and the gradient is not. At the last layer, its activations are computed again or are there, and the gradient grows. At
-the end of the backward pass, the whole gradient is there. If a rank computes several rows for a step, the gradient of
-the rows before is there in all three. So are moments, from the second step on.
+A trainer's step has several peaks, and the largest counts. At the output projection, all activations of the row are
+there and the gradient is not. Then each layer's activations are computed again or are there, what later layers kept
+is gone, and the gradient grows. At the end of the backward pass, the whole gradient is there. If a rank computes
+several rows for a step, the gradient of the rows before is there at all peaks. So are moments, from the second step on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from controller.planning.gpus import GPU
-from controller.planning.sizes import ModelSize
+from controller.planning.sizes import ModelSize, TensorSize
 from generator.config import GeneratorConfig
 from trainer.config import TrainerConfig
 
@@ -51,13 +51,10 @@ def trainer_memory(
     state = _state(model, config)
     gradients = state.pop("gradients")
     held = sum(state.values())
-    earlier = {"gradients": gradients if accumulates else 0}
-    last_layer = _at_last_layer(model, config, tokens)
-    if accumulates:
-        del last_layer["projection"]  # it has been added to the gradient
+    earlier = gradients if accumulates else 0
     peaks = [
-        {**_at_projection(model, config, gpu, tokens), **earlier},
-        {**last_layer, **earlier},
+        {**_at_projection(model, config, gpu, tokens), "gradients": earlier},
+        *_at_layers(model, config, tokens, earlier),
         {**_at_end(model, config), "gradients": gradients},
     ]
     peak = max(peaks, key=lambda parts: sum(parts.values()))
@@ -84,18 +81,18 @@ def _state(model: ModelSize, config: TrainerConfig) -> dict[str, int]:
     }
 
 
-def activations_per_token(model: ModelSize, config: TrainerConfig, checkpointing: str) -> int:
-    """Bytes that one layer keeps of a token until its backward pass.
+def activations_per_token(model: ModelSize, config: TrainerConfig, checkpointing: str, kind: int) -> int:
+    """Bytes that one layer of a kind keeps of a token until its backward pass.
 
     `full` keeps the input. `selective`, torchtitan's, keeps it, the output of attention and of every second matrix
     product. `none` keeps the inputs of all operations.
     """
-    d, q, k, f = model.decoder.dim, model.queries, model.keys, model.feed_forward
+    d = model.decoder.dim
     width = _BF16 if config.compute_dtype == "bfloat16" else _FLOAT32
     kept = {
         "full": d,
-        "selective": 2 * d + 2 * q + k + f,
-        "none": 4 * d + model.kept,
+        "selective": 2 * d + model.kept_products(kind) + model.feed_forward,
+        "none": 4 * d + model.kept(kind),
     }[checkpointing]
     moe = model.decoder.moe
     if moe is not None and checkpointing == "none":  # tokens are copied once for each of their experts, there and back
@@ -103,16 +100,25 @@ def activations_per_token(model: ModelSize, config: TrainerConfig, checkpointing
     return kept * width
 
 
-def _activations(model: ModelSize, config: TrainerConfig, tokens: int, checkpointing: str) -> int:
-    """Of one layer, for the tokens of a row that this rank has. A pipeline's first stage keeps several rows."""
-    split = config.context_parallel * config.num_token_shards
-    return tokens // split * activations_per_token(model, config, checkpointing)
+def _activations(model: ModelSize, config: TrainerConfig, tokens: int, checkpointing: str) -> list[int]:
+    """Of one layer of each kind, for the tokens of a row that this rank has."""
+    tokens_here = _tokens_here(config, tokens)
+    return [tokens_here * activations_per_token(model, config, checkpointing, kind) for kind in (0, 1)]
+
+
+def _tokens_here(config: TrainerConfig, tokens: int) -> int:
+    return tokens // (config.context_parallel * config.num_token_shards)
+
+
+def _stage(model: ModelSize, config: TrainerConfig) -> tuple[int, ...]:
+    """The kinds of the first stage's layers."""
+    return model.kinds[: -(-model.decoder.num_layers // config.pipeline_parallel)]
 
 
 def _saved(model: ModelSize, config: TrainerConfig, tokens: int) -> int:
-    layers = -(-model.decoder.num_layers // config.pipeline_parallel)
-    rows = config.pipeline_parallel  # of a pipeline's first stage under 1F1B
-    return rows * layers * _activations(model, config, tokens, config.activation_checkpointing)
+    """Of all layers of the first stage, which under 1F1B keeps as many rows as there are stages."""
+    of_layer = _activations(model, config, tokens, config.activation_checkpointing)
+    return config.pipeline_parallel * sum(of_layer[kind] for kind in _stage(model, config))
 
 
 def _at_projection(model: ModelSize, config: TrainerConfig, gpu: GPU, tokens: int) -> dict[str, int]:
@@ -133,28 +139,42 @@ def _at_projection(model: ModelSize, config: TrainerConfig, gpu: GPU, tokens: in
     }
 
 
-def _at_last_layer(model: ModelSize, config: TrainerConfig, tokens: int) -> dict[str, int]:
-    """At the last layer: activations of all, this layer's whole, and gathered weights of two layers."""
+def _at_layers(model: ModelSize, config: TrainerConfig, tokens: int, earlier: int) -> Iterator[dict[str, int]]:
+    """Bytes in the backward pass of each layer of the first stage, from the last to the first.
+
+    The weights of two layers are gathered, and at the first one the embedding. `earlier` are bytes of a gradient to
+    which this one is added, so that it does not grow.
+    """
     width = _BF16 if config.compute_dtype == "bfloat16" else _FLOAT32
     is_sharded = config.data_parallel_shard * config.context_parallel > 1
-    of_layer = sum(each.numel for each in model.layer if each.kind != "expert") // config.tensor_parallel
-    of_layer += sum(each.numel for each in model.layer if each.kind == "expert") // config.expert_parallel
-    whole = _activations(model, config, tokens, "none") if config.activation_checkpointing != "none" else 0
-    tokens_here = tokens // (config.context_parallel * config.num_token_shards)
-    gradients = 3 * tokens_here * model.feed_forward * width  # of both projections and of their product
-    weights = (2 if is_sharded else 0) * of_layer * width + (0 if config.is_frozen else of_layer * (width + _FLOAT32))
-    return {
-        "activations": _saved(model, config, tokens) + whole + gradients,
-        "layer": weights,
-        "projection": 0 if config.is_frozen else model.embedding.of_rank(config) * _FLOAT32,
-    }
+    of_kinds = [sum(_gathered(each, config) for each in layer) for _, layer in model.layers]
+    whole = _activations(model, config, tokens, "none")
+    saved = _activations(model, config, tokens, config.activation_checkpointing)
+    before = _saved(model, config, tokens)
+    passing = 3 * model.feed_forward * width * _tokens_here(config, tokens)  # of both projections and of their product
+    keeps_gradient = not config.is_frozen and not earlier
+    grown = model.embedding.of_rank(config) * _FLOAT32 if keeps_gradient else 0
+    for index, kind in reversed(list(enumerate(_stage(model, config)))):
+        before -= saved[kind]
+        gathered = 2 * of_kinds[kind] + (0 if index else model.embedding.numel // config.tensor_parallel)
+        weights = gathered * width if is_sharded else 0
+        weights += 0 if config.is_frozen else of_kinds[kind] * (width + _FLOAT32)
+        yield {"activations": before + whole[kind] + passing, "layer": weights, "gradients": earlier + grown}
+        if keeps_gradient:
+            grown += sum(each.of_rank(config) for each in model.layers[kind][1]) * _FLOAT32
+
+
+def _gathered(tensor: TensorSize, config: TrainerConfig) -> int:
+    """Elements of a layer's tensors while a rank computes with them."""
+    return tensor.numel // (config.expert_parallel if tensor.kind == "expert" else config.tensor_parallel)
 
 
 def _at_end(model: ModelSize, config: TrainerConfig) -> dict[str, int]:
     """At the embedding: its gradient, whole in the compute dtype, beside the projection's if they are one."""
     width = _BF16 if config.compute_dtype == "bfloat16" else _FLOAT32
     whole = model.embedding.numel // config.tensor_parallel * width
-    return {"embedding": 0 if config.is_frozen else (2 if config.num_ranks == 1 else 1) * whole}
+    is_shared = model.decoder.tie_embeddings and config.num_ranks == 1
+    return {"embedding": 0 if config.is_frozen else (2 if is_shared else 1) * whole}
 
 
 def longest_row(model: ModelSize, config: TrainerConfig, gpu: GPU, *, accumulates: bool = False) -> int:
@@ -185,11 +205,19 @@ def cache_bytes_per_token(model: ModelSize, config: GeneratorConfig) -> int:
     return int(model.cached_layers(config.max_model_len) * of_layer * width)
 
 
+def state_bytes(model: ModelSize, config: GeneratorConfig) -> int:
+    """What delta rules keep of one sequence, however long it is, on one rank of the generator."""
+    width = {"float32": _FLOAT32, "bfloat16": _BF16}
+    states, inputs = model.state
+    of_states = width.get(model.state_dtype, width[config.dtype])
+    return (states * of_states + inputs * width[config.dtype]) // config.tensor_parallel
+
+
 def generator_memory(model: ModelSize, config: GeneratorConfig, gpu: GPU, *, versions: int = 0) -> Memory:
     """Of a generator's rank: vLLM gives all of its share of the GPU that weights leave to keys and values.
 
-    `versions` are bytes of weights on their way that lie on the same GPU. Keys and values are negative if it does not
-    fit.
+    Delta rules have `max_num_seqs` states first, since vLLM starts with no fewer. `versions` are bytes of weights on
+    their way that lie on the same GPU. Keys and values are negative if it does not fit.
     """
     width = _FLOAT32 if config.dtype == "float32" else _BF16
     share = float(config.engine_args.get("gpu_memory_utilization", 0.8 if config.placement == "colocated" else 0.92))
@@ -197,10 +225,10 @@ def generator_memory(model: ModelSize, config: GeneratorConfig, gpu: GPU, *, ver
     batch = max(int(config.engine_args.get("max_num_batched_tokens", 8192)), config.max_num_seqs)
     working = batch * (4 * model.decoder.dim + 2 * model.feed_forward) * width
     working += config.max_num_seqs * model.decoder.vocab_size * _FLOAT32 * 2
-    left = int(share * gpu.memory_bytes) - weights - working - gpu.context_bytes
-    return Memory(
-        {"weights": weights, "working": working, "keys and values": left, "versions": versions}, gpu.context_bytes, gpu
-    )
+    states = config.max_num_seqs * state_bytes(model, config)
+    left = int(share * gpu.memory_bytes) - weights - working - states - gpu.context_bytes
+    parts = {"weights": weights, "working": working, "states": states, "keys and values": left, "versions": versions}
+    return Memory(parts, gpu.context_bytes, gpu)
 
 
 def version_bytes(model: ModelSize, config: TrainerConfig) -> int:

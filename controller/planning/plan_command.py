@@ -22,7 +22,7 @@ from controller.planning.search import Layout, check_layout, find_layouts, fits_
 from controller.planning.sizes import ModelSize
 from controller.planning.times import StepTime, Work, step_time
 from rl.checks import check_known
-from rl.system.hf_config import read_config
+from rl.system.hf_config import find_family, read_config
 from trainer.config import LayoutConfig
 from trainer.engines.titan.layout_check import parse_shape
 
@@ -66,7 +66,7 @@ def planned(options: Plan, config: Any) -> tuple[list[str], bool]:
     if options.search is not None:
         found = find_layouts(
             model, trainer, generator, work, gpu, efficiency, num_gpus=options.search,
-            gpus_per_host=options.gpus_per_host, overlaps=overlaps,
+            gpus_per_host=options.gpus_per_host, overlaps=overlaps, generator_ranks=_proven_ranks(generator.model),
         )  # fmt: skip
         return list(_ranked(found, options)), bool(found)
     accumulates = work.num_rows(trainer) > 1
@@ -108,6 +108,11 @@ def _read(options: Plan, config: Any) -> tuple[ModelSize, Any, Any, Work]:
     generator = replace(config.generator, model=directory)
     if options.search is None:
         check_layout(trainer)
+        if generator.tensor_parallel > (most := _proven_ranks(directory) or generator.tensor_parallel):
+            raise ValueError(
+                f"GeneratorConfig.tensor_parallel is {generator.tensor_parallel}; for this model it is proven up to"
+                f" {most}"
+            )
     work = Work(
         num_prompts=config.prompts_per_step,
         group_size=getattr(config, "group_size", 1),
@@ -115,6 +120,12 @@ def _read(options: Plan, config: Any) -> tuple[ModelSize, Any, Any, Work]:
         completion_tokens=options.completion_tokens or config.sampling.max_tokens,
     )
     return ModelSize(parse_shape(read_config(directory))), trainer, generator, work
+
+
+def _proven_ranks(model: Path) -> int | None:
+    """The most ranks of one generator, where its family has such a limit."""
+    family = find_family(read_config(model))
+    return None if family is None else family.generator_ranks
 
 
 def _efficiency(metrics: Path | None) -> Efficiency:

@@ -37,16 +37,18 @@ class Layout:
 
 def find_layouts(
     model: ModelSize, trainer: TrainerConfig, generator: GeneratorConfig, work: Work, gpu: GPU, efficiency: Efficiency,
-    *, num_gpus: int, gpus_per_host: int, overlaps: bool, most: int = 10,
+    *, num_gpus: int, gpus_per_host: int, overlaps: bool, generator_ranks: int | None = None, most: int = 10,
 ) -> list[Layout]:  # fmt: skip
     """The fastest layouts on at most `num_gpus` GPUs. Tensor parallelism stays within a host.
 
-    Raises ValueError if no replica of the generator fits a host.
+    `generator_ranks` are the most of a generator that are proven. Raises ValueError if no replica of it fits a host.
     """
-    samplers = list(_samplers(model, generator, gpu, num_gpus, gpus_per_host))
+    of_replica = min(gpus_per_host, generator_ranks or gpus_per_host)
+    samplers = list(_samplers(model, generator, gpu, num_gpus, of_replica))
     if not samplers:
+        limit = "stays within a host" if of_replica == gpus_per_host else "is proven up to so many ranks"
         raise ValueError(
-            f"a generator's replica stays within a host: {gpus_per_host} GPUs of {gpu.memory_gib:.0f} GiB do not hold"
+            f"a generator's replica {limit}: {of_replica} GPUs of {gpu.memory_gib:.0f} GiB do not hold"
             f" {2 * model.numel / 1e9:.0f} GB of weights; a smaller model or larger GPUs would"
         )
     trainers = _best_trainers(model, trainer, work, gpu, efficiency, num_gpus, gpus_per_host)

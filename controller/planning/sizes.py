@@ -3,7 +3,8 @@
 Decoders are of the Llama and Qwen families, gpt-oss, GLM-4.5, DeepSeek-V3 or Kimi K2.
 
 Legend: D model dimension, Q and K dimensions of all queries and of all keys, F of the feed-forward network, E experts,
-V words.
+V words. A layer is of kind 0 or 1: in Qwen3.5, with a delta rule or with attention; in others, with a feed-forward
+network where the rest have experts, or like the rest.
 """
 
 import math
@@ -14,8 +15,9 @@ from typing import Literal
 
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import DecoderConfig
-from trainer.families.decoders import DeepseekShape, Glm4MoeShape, GptOssShape, RoutedShape
+from trainer.families.decoders import DeepseekShape, Glm4MoeShape, GptOssShape, Qwen35Shape, RoutedShape
 
+_CHUNK = 64  # `trainer.families.gated_delta`, and fla's
 Kind = Literal["matrix", "whole", "vector", "expert"]
 """`whole` is a matrix that tensor parallelism does not cut."""
 
@@ -66,37 +68,61 @@ class ModelSize:
         decoder = self.decoder
         return decoder.num_heads * decoder.value_dim if isinstance(decoder, DeepseekShape) else self.queries
 
-    @property
-    def kept(self) -> int:
-        """Elements that attention and the feed-forward network of a layer keep of a token for the backward pass."""
+    def kept(self, kind: int) -> int:
+        """Elements that attention or a delta rule and the feed-forward network keep of a token for the backward pass.
+
+        They are elements of the compute dtype, of a layer of this kind; one in float32 counts as two.
+        """
         decoder, q, k, f = self.decoder, self.queries, self.keys, self.feed_forward
         if isinstance(decoder, DeepseekShape):
             expanded = decoder.num_heads * (decoder.nope_dim + decoder.value_dim)
             return 3 * (decoder.q_rank + self.latent) + 2 * q + expanded + self.values + 4 * f
+        if isinstance(decoder, Qwen35Shape):
+            norms = 2 * decoder.dim  # computed in float32, they keep an input of twice the bytes
+            return norms + 4 * f + (6 * q + 4 * k if kind else _kept_of_rule(decoder))
         return 3 * q + 4 * k + (6 if isinstance(decoder, GptOssShape) else 4) * f  # gpt-oss clamps gate and up
+
+    def kept_products(self, kind: int) -> int:
+        """Elements of `kept` before the feed-forward network that torchtitan's selective checkpointing keeps."""
+        decoder, q, k = self.decoder, self.queries, self.keys
+        if isinstance(decoder, Qwen35Shape):
+            return 3 * q + k if kind else decoder.channels + decoder.num_value_heads
+        return 2 * q + k
 
     @property
     def feed_forward(self) -> int:
         """F of one token: that of all experts that it goes to, shared ones among them."""
-        decoder, moe = self.decoder, self.decoder.moe
-        shared = decoder.routing.num_shared_experts if isinstance(decoder, RoutedShape) else 0
-        return decoder.hidden_dim if moe is None else (moe.experts_per_token + shared) * moe.hidden_dim
-
-    @cached_property
-    def layer(self) -> tuple[TensorSize, ...]:
-        """Tensors of one layer, which has experts if any has."""
-        return (*self._attention(), *(self._feed_forward() if self.decoder.moe is None else self._experts()))
+        moe = self.decoder.moe
+        return self.decoder.hidden_dim if moe is None else moe.experts_per_token * moe.hidden_dim + self.shared
 
     @property
-    def num_dense(self) -> int:
-        """How many layers, the first ones, have a feed-forward network where the others have experts."""
-        return self.decoder.routing.first_layer if isinstance(self.decoder, RoutedShape) else 0
+    def shared(self) -> int:
+        """Hidden dimension of the experts that every token goes to, together."""
+        decoder = self.decoder
+        if isinstance(decoder, RoutedShape) and decoder.moe is not None:
+            return decoder.routing.num_shared_experts * decoder.moe.hidden_dim
+        return decoder.shared_hidden_dim if isinstance(decoder, Qwen35Shape) else 0
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """The kind of each layer."""
+        decoder = self.decoder
+        if isinstance(decoder, Qwen35Shape):
+            return tuple(int(attends) for attends in decoder.attends)
+        first = decoder.routing.first_layer if isinstance(decoder, RoutedShape) else 0
+        return tuple(int(layer >= first) for layer in range(decoder.num_layers))
 
     @cached_property
     def layers(self) -> tuple[tuple[int, tuple[TensorSize, ...]], ...]:
         """Layers of each kind: how many there are, and the tensors of one."""
-        dense = (self.num_dense, (*self._attention(), *self._feed_forward()))
-        return (dense, (self.decoder.num_layers - self.num_dense, self.layer))
+        decoder = self.decoder
+        last = tuple(self._feed_forward() if decoder.moe is None else self._experts())
+        first = (
+            (*self._delta_rule(decoder), *last)
+            if isinstance(decoder, Qwen35Shape)
+            else (*self._attention(), *self._feed_forward())
+        )
+        return (self.kinds.count(0), first), (self.kinds.count(1), (*self._attention(), *last))
 
     @property
     def active(self) -> float:
@@ -107,8 +133,42 @@ class ModelSize:
 
     def cached_layers(self, max_model_len: int) -> float:
         """Layers that keep keys and values of all of a sequence's tokens. One with a window counts in part."""
-        windows = self.decoder.windows if isinstance(self.decoder, GptOssShape) else (None,) * self.decoder.num_layers
-        return sum(1.0 if window is None else min(1.0, window / max_model_len) for window in windows)
+        if isinstance(self.decoder, GptOssShape):
+            windows = self.decoder.windows
+            return sum(1.0 if window is None else min(1.0, window / max_model_len) for window in windows)
+        return self.num_attending
+
+    @property
+    def rule_products(self) -> int:
+        """Multiplications of a token by delta rules, in chunks of C tokens: 2 C (K + V) + 3 K V for each head.
+
+        Of keys with keys and queries, and with new values; of the state, read twice and written once.
+        """
+        decoder = self.decoder
+        if not isinstance(decoder, Qwen35Shape):
+            return 0
+        k, v = decoder.key_head_dim, decoder.value_head_dim
+        return self.kinds.count(0) * decoder.num_value_heads * (2 * _CHUNK * (k + v) + 3 * k * v)
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """What delta rules keep of a sequence, in elements: their states, and the inputs of their convolutions."""
+        decoder = self.decoder
+        if not isinstance(decoder, Qwen35Shape):
+            return 0, 0
+        num_layers = self.kinds.count(0)
+        inputs = (decoder.kernel_size - 1) * decoder.channels
+        return num_layers * decoder.values * decoder.key_head_dim, num_layers * inputs
+
+    @property
+    def state_dtype(self) -> str:
+        """Of these states; empty for the generator's dtype."""
+        return self.decoder.state_dtype if isinstance(self.decoder, Qwen35Shape) else ""
+
+    @property
+    def num_attending(self) -> int:
+        """Layers with attention."""
+        return self.kinds.count(1) if isinstance(self.decoder, Qwen35Shape) else self.decoder.num_layers
 
     @property
     def latent(self) -> int:
@@ -135,11 +195,10 @@ class ModelSize:
     def of_rank(self, config: TrainerConfig) -> int:
         """Parameters of the rank that holds most: the last stage of a pipeline has the output projection."""
         per_stage = -(-self.decoder.num_layers // config.pipeline_parallel)
-        dense = self.num_dense if config.pipeline_parallel == 1 else 0
-        counts = (dense, per_stage - dense)
+        sizes = [sum(each.of_rank(config) for each in layer) for _, layer in self.layers]
+        stages = (self.kinds[start : start + per_stage] for start in range(self.decoder.num_layers - per_stage + 1))
+        of_layers = max(sum(sizes[kind] for kind in stage) for stage in stages)
         embeddings = self.num_embeddings if config.pipeline_parallel == 1 else 1
-        kinds = zip(counts, self.layers, strict=True)
-        of_layers = sum(count * sum(each.of_rank(config) for each in layer) for count, (_, layer) in kinds)
         norm = TensorSize((self.decoder.dim,), "vector").of_rank(config)
         return of_layers + embeddings * self.embedding.of_rank(config) + norm
 
@@ -155,7 +214,8 @@ class ModelSize:
         if isinstance(decoder, DeepseekShape):
             yield from self._latent_attention(decoder)
             return
-        yield TensorSize((self.queries, d), "matrix")
+        gates = self.queries if isinstance(decoder, Qwen35Shape) else 0
+        yield TensorSize((self.queries + gates, d), "matrix")
         yield TensorSize((self.keys, d), "matrix", 2)
         yield TensorSize((d, self.queries), "matrix")
         if decoder.family.startswith("qwen3") or (isinstance(decoder, Glm4MoeShape) and decoder.qk_norm):
@@ -182,6 +242,18 @@ class ModelSize:
         yield TensorSize((heads * (decoder.nope_dim + decoder.value_dim), decoder.kv_rank), "matrix")
         yield TensorSize((d, self.values), "matrix")
 
+    def _delta_rule(self, decoder: Qwen35Shape) -> Iterator[TensorSize]:
+        """A delta rule with its projections and its convolution, and the norms of a layer."""
+        d, heads, values = decoder.dim, decoder.num_value_heads, decoder.values
+        yield TensorSize((d,), "vector", 2)
+        yield TensorSize((decoder.channels, d), "matrix")
+        yield TensorSize((values, d), "matrix")
+        yield TensorSize((heads, d), "matrix", 2)
+        yield TensorSize((decoder.channels, decoder.kernel_size), "vector")
+        yield TensorSize((heads,), "vector", 2)
+        yield TensorSize((decoder.value_head_dim,), "vector")
+        yield TensorSize((d, values), "matrix")
+
     def _feed_forward(self) -> Iterator[TensorSize]:
         yield TensorSize((self.decoder.hidden_dim, self.decoder.dim), "matrix", 2)
         yield TensorSize((self.decoder.dim, self.decoder.hidden_dim), "matrix")
@@ -196,7 +268,19 @@ class ModelSize:
             yield TensorSize((moe.num_experts,), "vector")
             yield TensorSize((moe.num_experts, 2 * moe.hidden_dim), "expert")
             yield TensorSize((moe.num_experts, d), "expert")
-        if isinstance(decoder, RoutedShape) and decoder.routing.num_shared_experts:
-            shared = decoder.routing.num_shared_experts * moe.hidden_dim
-            yield TensorSize((shared, d), "matrix", 2)
-            yield TensorSize((d, shared), "matrix")
+        if self.shared:
+            yield TensorSize((self.shared, d), "matrix", 2)
+            yield TensorSize((d, self.shared), "matrix")
+        if isinstance(decoder, Qwen35Shape):
+            yield TensorSize((1, d), "whole")  # what the shared expert's output is multiplied by
+
+
+def _kept_of_rule(decoder: Qwen35Shape) -> int:
+    """Of a token by a layer with a delta rule, as fla's kernels compute it.
+
+    Projections and the convolution over W tokens keep W + 1 times the channels. The kernels keep queries and keys of
+    length 1, values, and a row of a chunk's matrix for each head. The gated norm keeps values and gates in float32.
+    """
+    queries_and_keys = decoder.channels - decoder.values
+    of_heads = decoder.num_value_heads * (_CHUNK + 10)  # decays and betas, mostly in float32, are the ten
+    return (decoder.kernel_size + 1) * decoder.channels + queries_and_keys + 10 * decoder.values + of_heads

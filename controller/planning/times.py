@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from controller.planning.gpus import GPU, Efficiency
-from controller.planning.memory import cache_bytes_per_token
+from controller.planning.memory import cache_bytes_per_token, state_bytes
 from controller.planning.sizes import ModelSize
 from generator.config import GeneratorConfig
 from trainer.config import TrainerConfig
@@ -76,12 +76,14 @@ def operations(model: ModelSize, trainer: TrainerConfig, work: Work) -> float:
 
     With full checkpointing the forward pass is computed twice.
     """
-    d, layers = model.decoder.dim, model.decoder.num_layers
+    d = model.decoder.dim
     scored = work.num_sequences * work.completion_tokens
     length = work.prompt_tokens + work.completion_tokens / 2
     pairs = scored * length + work.num_prompts * work.prompt_tokens**2 / 2
-    linear = 2.0 * model.active * work.trained_tokens + 2.0 * d * model.decoder.vocab_size * scored
-    attention = 2.0 * layers * (model.queries + model.values) * pairs
+    linear = (
+        2.0 * (model.active + model.rule_products) * work.trained_tokens + 2.0 * d * model.decoder.vocab_size * scored
+    )
+    attention = 2.0 * model.num_attending * (model.queries + model.values) * pairs
     passes = (2 if trainer.is_frozen else 3) + (1 if trainer.activation_checkpointing == "full" else 0)
     return passes * linear + (passes if not trainer.is_frozen else passes + 1) * attention
 
@@ -104,7 +106,10 @@ def _optimizer_seconds(model: ModelSize, trainer: TrainerConfig, gpu: GPU) -> fl
 def generate_seconds(
     model: ModelSize, generator: GeneratorConfig, work: Work, gpu: GPU, efficiency: Efficiency
 ) -> float:
-    """Prompts are computed once; then each token reads the weights that it needs, and keys and values of its batch."""
+    """Prompts are computed once; then each token reads the weights that it needs, and keys and values of its batch.
+
+    States of delta rules are read and written.
+    """
     per_replica = -(-work.num_sequences // generator.num_replicas)
     batch = min(per_replica, generator.max_num_seqs)
     num_waves = -(-per_replica // batch)
@@ -115,7 +120,7 @@ def generate_seconds(
         experts = experts * min(1.0, batch * model.decoder.moe.experts_per_token / model.decoder.moe.num_experts)
     weights = (others + experts + model.embedding.numel) * _BF16 / generator.tensor_parallel
     context = work.prompt_tokens + work.completion_tokens / 2
-    cache = batch * context * cache_bytes_per_token(model, generator)
+    cache = batch * (context * cache_bytes_per_token(model, generator) + 2 * state_bytes(model, generator))
     token = (weights + cache) / (gpu.memory_rate * efficiency.decode) + efficiency.decode_overhead_s
     prompts = (
         work.num_prompts * work.prompt_tokens * 2.0 * model.active / generator.num_replicas / generator.tensor_parallel

@@ -25,6 +25,7 @@ FAST = (
     "deepseek_v3 ep 2 within tp 2",
     "deepseek_v3 fsdp 2 recomputed",
     "glm4_moe cp 2",
+    "qwen3_5 tp 2",
 )
 
 

@@ -216,6 +216,8 @@ def install(*, computes: bool) -> None:
 
     threading.Thread.run = run_computed
     _replace_nccl(fake=not computes)
+    if not computes:
+        _start_no_kernels()
     _switch_compilers_off(computes=computes)
 
 
@@ -238,6 +240,15 @@ def _replace_nccl(*, fake: bool) -> None:
         return make(*args, backend=_without_nccl(backend), **kwargs)
 
     dist.init_process_group, dist.new_group = started, made  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _start_no_kernels() -> None:
+    """Kernels of Triton, such as fla's, leave the memory that was allocated for their results as it is."""
+    from triton.runtime.autotuner import Autotuner, Heuristics
+    from triton.runtime.jit import JITFunction
+
+    for kind in (JITFunction, Autotuner, Heuristics):
+        kind.run = lambda *_, **__: None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _without_nccl(backend: Any) -> Any:

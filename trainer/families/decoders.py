@@ -74,12 +74,7 @@ class RoutedShape(DecoderConfig):
             "intermediate_size": self.hidden_dim,
             "moe_intermediate_size x n_shared_experts": self.moe.hidden_dim * self.routing.num_shared_experts,
         }
-        for name, size in sizes.items():
-            if size % config.tensor_parallel:
-                raise ValueError(
-                    f"TrainerConfig.tensor_parallel is {config.tensor_parallel}, which does not divide the model's "
-                    f"{name} {size}; it must divide that"
-                )
+        refuse_uneven(config, sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +126,24 @@ class Qwen35Shape(DecoderConfig):
     """Tokens that a convolution sees."""
     shared_hidden_dim: int
     """Hidden dimension of the shared expert; 0 without experts."""
+    state_dtype: str
+    """Of what a generator keeps of a delta rule; empty for its own dtype."""
+
+    @property
+    def values(self) -> int:
+        """Dimensions of the values of all heads of a linear layer."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def channels(self) -> int:
+        """Dimensions of its queries, keys and values, over which the convolution goes."""
+        return self.values + 2 * self.num_key_heads * self.key_head_dim
 
     def check_layout(self, config: TrainerConfig) -> None:
-        """Raises ValueError for an option that is not proven for Qwen3.5."""
-        one = {"tensor_parallel": 1, "context_parallel": 1}
-        refuse_unproven(config, "Qwen3.5", **one, compile=False, float8="none")
+        """Raises ValueError for an option that is not proven for Qwen3.5, or if ranks cannot share heads evenly."""
+        refuse_unproven(config, "Qwen3.5", context_parallel=1, compile=False, float8="none")
+        heads = {"linear_num_key_heads": self.num_key_heads, "linear_num_value_heads": self.num_value_heads}
+        refuse_uneven(config, {**heads, "shared_expert_intermediate_size": self.shared_hidden_dim})
 
 
 def refuse_unproven(config: TrainerConfig, family: str, **accepted: Any) -> None:
@@ -144,6 +152,16 @@ def refuse_unproven(config: TrainerConfig, family: str, **accepted: Any) -> None
         if (found := getattr(config, name)) != value:
             raise ValueError(
                 f"TrainerConfig.{name} is {found!r}; for {family} only {value!r} is proven with engine 'torchtitan'"
+            )
+
+
+def refuse_uneven(config: TrainerConfig, sizes: Mapping[str, int]) -> None:
+    """Raises ValueError if tensor-parallel ranks cannot have equal parts of a size, which `config.json` names so."""
+    for name, size in sizes.items():
+        if size % config.tensor_parallel:
+            raise ValueError(
+                f"TrainerConfig.tensor_parallel is {config.tensor_parallel}, which does not divide the model's "
+                f"{name} {size}; it must divide that"
             )
 
 
@@ -260,6 +278,7 @@ def qwen3_5(config: Mapping[str, Any]) -> Qwen35Shape:
         value_head_dim=int(config.get("linear_value_head_dim", 128)),
         kernel_size=int(config.get("linear_conv_kernel_dim", 4)),
         shared_hidden_dim=int(config["shared_expert_intermediate_size"]) if has_experts else 0,
+        state_dtype=str(config.get("mamba_ssm_dtype") or ""),
     )
 
 

@@ -11,12 +11,18 @@ every document that has one, so that there are as many steps as the longest docu
 A step computes all that its chunks need, so that its tensors stay in the processor's cache. The backward pass is
 written out, and goes through the steps once, from the last to the first.
 
+On a GPU, in bfloat16, the kernels of the package fla-core compute the rule where it is installed. In float32 they would
+round products to TensorFloat-32, so PyTorch computes.
+
 Legend: L tokens of a row, H heads, K dimensions of a key, V of a value, C tokens of a chunk, B chunks of a step (of
 every document and head), D channels and W width of the convolution.
 """
 
+import functools
+import importlib.util
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +31,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 _CHUNK = 64
+_KERNEL = "fla.ops.gated_delta_rule:chunk_gated_delta_rule"
+Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def causal_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
@@ -41,12 +49,54 @@ def causal_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sizes: Sequence[int]) -> Tensor:
-    """q, k [L, H, K], v [L, H, V], g and beta [L, H] -> [L, H, V] in the dtype of `v`, computed in float32 or wider.
+    """q, k [L, G, K], v [L, H, V], g and beta [L, H] -> [L, H, V] in the dtype of `v`.
 
-    `sizes` are the numbers of tokens of the documents. Queries and keys are normalised here; g is at most 0.
+    `sizes` are the numbers of tokens of the documents. Each of G groups of heads has queries and keys in common, which
+    are normalised here; g is at most 0. PyTorch computes in float32 or wider.
     """
+    if v.is_cuda and v.dtype == torch.bfloat16 and (kernel := installed_kernel()) is not None:
+        return by_kernel(kernel, (q, k, v, g, beta), sizes)
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
     out: Any = _GatedDeltaRule.apply(q, k, v, g, beta, sizes, torch.is_grad_enabled())
     return out
+
+
+def by_kernel(kernel: Kernel, row: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """The rule by `chunk_gated_delta_rule` of fla, for the q, k, v, g and beta that `gated_delta_rule` takes.
+
+    The kernel takes a batch of one row, scales queries by K ** -0.5, and adds 1e-6 to squared lengths, as PyTorch here.
+    """
+    q, k, v, g, beta = (x[None] for x in row)
+    ends, on_host = _ends(tuple(sizes), v.device)
+    out, _ = kernel(q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=ends, cu_seqlens_cpu=on_host)
+    return out[0]
+
+
+@functools.lru_cache(maxsize=4)  # the same tensors again, by whose identity fla caches chunks
+def _ends(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where documents begin and end, [documents + 1], on the device and on the host."""
+    ends = torch.tensor([0, *itertools.accumulate(sizes)])
+    return ends.to(device), ends
+
+
+@functools.cache
+def installed_kernel() -> Kernel | None:
+    """fla's kernel, or None without it or without a GPU. Says once, in the trainer's log, what computes on the GPU."""
+    if not torch.cuda.is_available():
+        return None
+    has_fla = importlib.util.find_spec("fla") is not None
+    print(describe_kernel(has_fla=has_fla), flush=True)
+    return resolve_name(_KERNEL) if has_fla else None
+
+
+def describe_kernel(*, has_fla: bool) -> str:
+    """Which kernels compute the rule on a GPU, as a sentence."""
+    if has_fla:
+        return "gated delta rule: kernels of fla in bfloat16, PyTorch in float32"
+    return (
+        "gated delta rule: PyTorch, which starts 130 kernels for every 64 tokens of a row's longest document in each "
+        "layer and keeps six times the memory; the package fla-core, which is not installed, starts about 20 for a row"
+    )
 
 
 def by_documents(model: Any) -> None:
@@ -54,6 +104,7 @@ def by_documents(model: Any) -> None:
 
     Their own functions ignore where documents begin, without an error, and an installed `fla` would replace them.
     """
+    installed_kernel()  # says at the start what computes
     for layer in model.base_model.layers:
         if (module := getattr(layer, "linear_attn", None)) is not None:
             module.__class__ = type("GatedDeltaNetByDocuments", (_ByDocuments, type(module)), {})
@@ -73,19 +124,18 @@ def delta_layer(layer: Any, hidden: Tensor, sizes: Sequence[int]) -> Tensor:
 
     `layer` has the modules, parameters and sizes of transformers' `Qwen3_5GatedDeltaNet`.
     """
-    x = hidden[0]
-    positions = torch.cat([torch.arange(size, device=x.device) for size in sizes])
-    mixed = causal_convolution(layer.in_proj_qkv(x), layer.conv1d.weight[:, 0], positions)
+    mixed = layer.in_proj_qkv(hidden)[0]
+    positions = torch.cat([torch.arange(size, device=mixed.device) for size in sizes])
+    mixed = causal_convolution(mixed, layer.conv1d.weight[:, 0], positions)
     q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
-    groups = layer.num_v_heads // layer.num_k_heads
-    q, k = (each.unflatten(-1, (-1, layer.head_k_dim)).repeat_interleave(groups, 1) for each in (q, k))
-    g = -layer.A_log.float().exp() * F.softplus(layer.in_proj_a(x).float() + layer.dt_bias)
+    q, k = (each.unflatten(-1, (-1, layer.head_k_dim)) for each in (q, k))
+    g = -layer.A_log.float().exp() * F.softplus(layer.in_proj_a(hidden)[0].float() + layer.dt_bias)
     out = gated_delta_rule(
-        q, k, v.unflatten(-1, (-1, layer.head_v_dim)), g, layer.in_proj_b(x).sigmoid(), sizes
+        q, k, v.unflatten(-1, (-1, layer.head_v_dim)), g, layer.in_proj_b(hidden)[0].sigmoid(), sizes
     )  # [L, heads, head_v_dim]
-    gate = layer.in_proj_z(x).reshape(-1, layer.head_v_dim)
+    gate = layer.in_proj_z(hidden)[0].reshape(-1, layer.head_v_dim)
     out = layer.norm(out.reshape(-1, layer.head_v_dim), gate)
-    return layer.out_proj(out.reshape(1, len(x), -1))
+    return layer.out_proj(out.reshape(1, len(positions), -1))
 
 
 class _GatedDeltaRule(torch.autograd.Function):

@@ -6,16 +6,29 @@ a linear layer into parameters that checkpoints do not have. These have the chec
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import spmd_types as spmd
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torchtitan.models.common import Conv1d, Linear, RMSNorm
 from torchtitan.models.common.attention import BaseAttention
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.decoder_sharding import set_decoder_sharding_config
+from torchtitan.models.common.decoder_sharding import (
+    colwise_config,
+    dense_activation_placement,
+    dense_param_placement,
+    dense_sequence_parallel_placement,
+    norm_config,
+    rowwise_config,
+    set_decoder_sharding_config,
+    set_dense_ffn_sharding,
+    set_gqa_inner_attention_local_map,
+)
 from torchtitan.models.common.feed_forward import SigmoidGatedFeedForward
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.moe_sharding import set_moe_sharding_config
@@ -23,6 +36,7 @@ from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import ShardingConfig
 
 from rl.data.packing import Document
 from rl.types import Head
@@ -37,7 +51,7 @@ from trainer.engines.titan.model.specs import (
 )
 from trainer.families.decoders import Qwen35Shape
 from trainer.families.experts import RoutedBlock, moe_config
-from trainer.families.gated_delta import delta_layer
+from trainer.families.gated_delta import delta_layer, installed_kernel
 from trainer.families.rotary import PartialRoPE
 
 
@@ -72,8 +86,9 @@ class GatedNorm(RMSNorm):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[..., D] each -> [..., D]"""
+        weight = local(self.weight, Partial())  # of which each rank sees its heads
         normalised = F.rms_norm(x.float(), self.normalized_shape, None, self.eps).to(x.dtype)
-        return (self.weight * normalised * F.silu(gate.float())).to(x.dtype)
+        return (weight * normalised * F.silu(gate.float())).to(x.dtype)
 
 
 class DeltaNet(BaseAttention):
@@ -109,7 +124,55 @@ class DeltaNet(BaseAttention):
     def forward(self, x: Tensor, attention_masks: HybridPlan, positions: Tensor | None = None) -> Tensor:
         """[1, L, D] -> [1, L, D]"""
         del positions
-        return delta_layer(self, x, attention_masks.sizes)
+        layer = _HeadsOfRank(self, x.device_mesh) if isinstance(x, DTensor) else self
+        return delta_layer(layer, x, attention_masks.sizes)
+
+
+class _HeadsOfRank:
+    """A linear layer with the heads of one tensor-parallel rank, whose tensors are plain.
+
+    The checkpoint has queries, keys and values of all heads in one projection, whose rows are not in the order of
+    heads. So each rank projects as many rows as the others, gathers all, and takes what its heads need.
+    """
+
+    def __init__(self, layer: DeltaNet, mesh: DeviceMesh) -> None:
+        """`mesh` has the ranks."""
+        self._layer, self._mesh = layer, mesh
+        self.head_k_dim, self.head_v_dim, self.norm = layer.head_k_dim, layer.head_v_dim, layer.norm
+        self.key_dim, self.value_dim = layer.key_dim // mesh.size(), layer.value_dim // mesh.size()
+        self.A_log, self.dt_bias = (local(x, Shard(0)) for x in (layer.A_log, layer.dt_bias))
+        self.conv1d = SimpleNamespace(weight=self._own(local(layer.conv1d.weight, Partial()), 0))
+
+    def in_proj_qkv(self, x: DTensor) -> Tensor:
+        """[1, L, D] -> [1, L, channels of these heads]"""
+        rows = self._layer.in_proj_qkv(x).redistribute(placements=[Replicate()])
+        return self._own(local(rows, Partial()), -1)
+
+    def in_proj_z(self, x: DTensor) -> Tensor:
+        """[1, L, D] -> [1, L, dimensions of the gates of these heads]"""
+        return local(self._layer.in_proj_z(x), Shard(2))
+
+    def in_proj_b(self, x: DTensor) -> Tensor:
+        """[1, L, D] -> [1, L, these heads]"""
+        return local(self._layer.in_proj_b(x), Shard(2))
+
+    def in_proj_a(self, x: DTensor) -> Tensor:
+        """[1, L, D] -> [1, L, these heads]"""
+        return local(self._layer.in_proj_a(x), Shard(2))
+
+    def out_proj(self, x: Tensor) -> Tensor:
+        """[1, L, dimensions of the values of these heads] -> [1, L, D]"""
+        return self._layer.out_proj(DTensor.from_local(x, self._mesh, [Shard(2)], run_check=False))
+
+    def _own(self, channels: Tensor, dim: int) -> Tensor:
+        layer, (rank, size) = self._layer, (self._mesh.get_local_rank(), self._mesh.size())
+        parts = channels.split([layer.key_dim, layer.key_dim, layer.value_dim], dim)
+        return torch.cat([part.chunk(size, dim)[rank] for part in parts], dim)
+
+
+def local(tensor: Tensor, gradient: Placement) -> Tensor:
+    """A tensor-parallel rank's part of a tensor, whose gradient there is placed so; a plain tensor as it is."""
+    return tensor.to_local(grad_placements=[gradient]) if isinstance(tensor, DTensor) else tensor
 
 
 class GatedAttention(BaseAttention):
@@ -181,8 +244,10 @@ class Qwen35Policy(Policy):
             set_decoder_sharding_config(self, enable_sp=ways["enable_sp"])
             layout: dict[str, Any] = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
             for layer in self.layers:
+                _shard(layer, enable_sp=ways["enable_sp"])
                 if layer.moe is not None:
                     set_moe_sharding_config(layer.moe, **ways, expert_param_layout=layout)
+                    _shard_gate(layer.moe.shared_experts.gate, enable_sp=ways["enable_sp"])
             shard_head_only(self.lm_head)
 
     def plan(self, positions: Tensor, documents: Sequence[Document], compute_dtype: torch.dtype) -> HybridPlan:
@@ -191,8 +256,46 @@ class Qwen35Policy(Policy):
         return HybridPlan(tuple(document.num_tokens for document in documents), attention)
 
 
+def _shard(layer: Any, *, enable_sp: bool) -> None:
+    """Says how tensor parallelism cuts a layer: by heads, and the feed-forward network by hidden dimensions."""
+    outside = dense_sequence_parallel_placement() if enable_sp else dense_activation_placement(tp=spmd.I)
+    whole, norm = {"weight": dense_param_placement(tp=spmd.R)}, norm_config(enable_sp=enable_sp)
+    layer.attention_norm.sharding_config = layer.ffn_norm.sharding_config = norm
+    if layer.feed_forward is not None:
+        set_dense_ffn_sharding(layer.feed_forward, attn_x_layout=outside, enable_sp=enable_sp)
+    attention = layer.attention
+    states: dict[str, Any] = {}
+    if isinstance(attention, DeltaNet.Config):
+        columns, rows = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"
+        states = dict.fromkeys(("A_log", "dt_bias"), dense_param_placement(tp=spmd.S(0)))
+        attention.conv1d.sharding_config = attention.norm.sharding_config = ShardingConfig(state_shardings=whole)
+    else:
+        columns, rows = ("wq", "wk", "wv"), "wo"
+        attention.q_norm.sharding_config = attention.k_norm.sharding_config = ShardingConfig(state_shardings=whole)
+        attention.rope.sharding_config = ShardingConfig(state_shardings={"cache": dense_param_placement(tp=spmd.R)})
+        set_gqa_inner_attention_local_map(attention.inner_attention)
+    for name in columns:
+        getattr(attention, name).sharding_config = colwise_config()
+    getattr(attention, rows).sharding_config = rowwise_config(output_sp=enable_sp)
+    attention.sharding_config = ShardingConfig(
+        state_shardings=states,
+        in_src_shardings={"x": outside},
+        in_dst_shardings={"x": dense_activation_placement(tp=spmd.R)},
+    )
+
+
+def _shard_gate(gate: Linear.Config, *, enable_sp: bool) -> None:
+    """The gate of shared experts sees whole rows, and its outputs are cut as the experts' are."""
+    gate.sharding_config = ShardingConfig(
+        state_shardings={"weight": dense_param_placement(tp=spmd.R)},
+        out_src_shardings=dense_activation_placement(tp=spmd.R),
+        out_dst_shardings=dense_sequence_parallel_placement() if enable_sp else dense_activation_placement(tp=spmd.I),
+    )
+
+
 def build_spec(shape: Qwen35Shape, head: Head, inner_attention: Module.Config) -> ModelSpec:
     """The torchtitan spec of a model that ends in `head`; `inner_attention` configures its attention kernel."""
+    installed_kernel()  # says at the start what computes
     layers = [_layer(shape, inner_attention, index) for index in range(shape.num_layers)]
     spec = model_spec(shape, head, Qwen35Policy, layers, parallelize_qwen3)
     assert isinstance(spec.model, Decoder.Config)
@@ -226,8 +329,7 @@ def _attention(shape: Qwen35Shape, inner_attention: Module.Config) -> GatedAtten
 
 
 def _delta_net(shape: Qwen35Shape, inner_attention: Module.Config) -> DeltaNet.Config:
-    values = shape.num_value_heads * shape.value_head_dim
-    channels = values + 2 * shape.num_key_heads * shape.key_head_dim
+    values, channels = shape.values, shape.channels
     return DeltaNet.Config(
         n_heads=shape.num_value_heads,
         num_key_heads=shape.num_key_heads,

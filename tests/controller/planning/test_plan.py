@@ -50,6 +50,26 @@ ACCUMULATED = (
     ("8B", 16384, {"data_parallel_shard": 8, "activation_checkpointing": "full"}, 29_513_481_728),
 )
 """Those of a step's later rows, which it prints as `accumulated`."""
+QWEN3_5: dict[str, dict[str, Any]] = {
+    "dense": {"hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 8, "num_key_value_heads": 4},
+    "mixture": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 64,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 8,
+    },
+}
+MEASURED_QWEN3_5 = (
+    ("dense", 8192, {"activation_checkpointing": "none"}, 53_359_937_536),
+    ("dense", 16384, {"data_parallel_shard": 2, "activation_checkpointing": "full"}, 23_362_019_328),
+    ("dense", 32768, {"data_parallel_shard": 8, "activation_checkpointing": "full"}, 16_872_149_504),
+    ("dense", 32768, {"data_parallel_shard": 8, "activation_checkpointing": "selective"}, 24_676_472_832),
+    ("mixture", 8192, {"activation_checkpointing": "none"}, 43_440_134_144),
+)
+"""Of models with these sizes of Qwen3.5's, by fla's kernels."""
 
 
 def write_qwen3(folder: Path, size: str) -> Path:
@@ -68,15 +88,32 @@ def write_qwen3(folder: Path, size: str) -> Path:
     return folder
 
 
+def write_qwen3_5(folder: Path, kind: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    moe = "" if kind == "dense" else "Moe"
+    config = {
+        "architectures": [f"Qwen3_5{moe}ForCausalLM"],
+        "model_type": f"qwen3_5{'_moe' if moe else ''}_text",
+        **QWEN3_5[kind],
+        "num_attention_heads": 16,
+        "linear_num_value_heads": 32,
+        "vocab_size": 248320,
+        "mamba_ssm_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def size_of(folder: Path) -> ModelSize:
     return ModelSize(parse_shape(read_config(folder)))
 
 
 TENSOR_AND_EXPERTS = TrainerConfig(tensor_parallel=2, expert_parallel=2)
 FAMILIES = [TINY_FAMILIES[name] for name in ("gpt_oss", "glm4_moe", "deepseek_v3")]
+HYBRIDS = [TINY_FAMILIES[name] for name in ("qwen3_5", "qwen3_5_moe")]
 
 
-@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe, *FAMILIES])
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe, *FAMILIES, *HYBRIDS])
 def test_parameters_are_those_of_transformers(tmp_path: Path, make: Any) -> None:
     folder = make(tmp_path / "model")
     with torch.device("meta"):
@@ -86,12 +123,12 @@ def test_parameters_are_those_of_transformers(tmp_path: Path, make: Any) -> None
 
 @pytest.mark.parametrize(
     ("size", "tokens", "options", "peak", "accumulates"),
-    [*((*each, False) for each in MEASURED), *((*each, True) for each in ACCUMULATED)],
+    [*((*each, False) for each in (*MEASURED, *MEASURED_QWEN3_5)), *((*each, True) for each in ACCUMULATED)],
 )
 def test_memory_is_what_torchs_allocator_counts(
     tmp_path: Path, size: str, tokens: int, options: dict[str, Any], peak: int, accumulates: bool
 ) -> None:
-    folder = write_qwen3(tmp_path / "model", size)
+    folder = (write_qwen3 if size in QWEN3 else write_qwen3_5)(tmp_path / "model", size)
     config = TrainerConfig(model=folder, max_tokens_per_microbatch=tokens, **options)
     planned = trainer_memory(size_of(folder), config, H100, accumulates=accumulates)
     assert planned.allocated == pytest.approx(peak, rel=0.05)
@@ -124,6 +161,15 @@ def test_ranks_hold_everything_between_them(tmp_path: Path, make: Any) -> None:
     whole = sum(count * each.numel for count, layer in size.layers for each in layer if each.kind == "whole")
     for config, twice in ((TrainerConfig(data_parallel_shard=2), 0), (TENSOR_AND_EXPERTS, whole)):
         assert size.numel <= size.of_rank(config) * config.num_ranks <= 1.05 * size.numel + twice
+
+
+def test_delta_rules_keep_a_state_of_each_sequence(tmp_path: Path) -> None:
+    size = size_of(write_qwen3_5(tmp_path, "dense"))
+    config = GeneratorConfig(tensor_parallel=1, max_num_seqs=100)
+    assert cache_bytes_per_token(size, config) == 2 * 2 * 4 * 256 * 2  # of the two layers with attention
+    # The shapes of vLLM's MambaStateShapeCalculator.gated_delta_net_state_shape; the state is in float32.
+    of_layer = 32 * 128 * 128 * 4 + (32 * 128 + 2 * 16 * 128) * 3 * 2
+    assert generator_memory(size, config, H100).parts["states"] == 100 * 6 * of_layer
 
 
 def test_operations_are_those_of_the_metric(tmp_path: Path) -> None:
@@ -179,6 +225,11 @@ def test_the_command_says_if_it_fits_and_refuses_as_engines_do(
     said = capsys.readouterr().out
     assert "8.19 billion parameters on 12 x h100; every figure is computed" in said
     assert "cost" in said
+    hybrid = [*words[:2], "--model-directory", str(write_qwen3_5(tmp_path / "hybrid", "mixture"))]
+    assert run_command(hybrid) == 2
+    assert "GeneratorConfig.tensor_parallel is 4; for this model it is proven up to 1" in capsys.readouterr().err
+    assert run_command([*hybrid, "--search", "2"]) == 0
+    assert "x tensor_parallel=2" not in capsys.readouterr().out
     assert run_command([*words, "--trainer.tensor-parallel", "3"]) == 2
     assert "TrainerConfig.tensor_parallel is 3, which does not divide" in capsys.readouterr().err
     assert run_command([*words, "--gpu", "v100"]) == 2

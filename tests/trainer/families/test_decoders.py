@@ -39,13 +39,19 @@ def test_what_is_not_proven_is_refused(model: Path, options: dict[str, Any], mes
         check_model(TrainerConfig(model=model, **options))
 
 
-def test_ranks_that_cannot_cut_a_network_are_refused(tmp_path: Path) -> None:
-    model = MODELS["deepseek_v3"][1](tmp_path / "model")
+@pytest.mark.parametrize(
+    ("name", "key", "size"),
+    [
+        ("deepseek_v3", "intermediate_size", 191),
+        ("qwen3_5_moe", "linear_num_key_heads", 1),
+        ("qwen3_5_moe", "shared_expert_intermediate_size", 63),
+    ],
+)
+def test_ranks_that_cannot_cut_a_layer_are_refused(tmp_path: Path, name: str, key: str, size: int) -> None:
+    model = MODELS[name][1](tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 191}))
-    with pytest.raises(
-        ValueError, match="tensor_parallel is 2, which does not divide the model's intermediate_size 191"
-    ):
+    (model / "config.json").write_text(json.dumps({**config, key: size}))
+    with pytest.raises(ValueError, match=f"tensor_parallel is 2, which does not divide the model's {key} {size}"):
         check_model(TrainerConfig(model=model, tensor_parallel=2, expert_parallel=2))
 
 
@@ -54,7 +60,6 @@ def test_ranks_that_cannot_cut_a_network_are_refused(tmp_path: Path) -> None:
     [
         ("gpt_oss", "gpt-oss", "context_parallel"),
         ("qwen3_5", r"Qwen3\.5", "context_parallel"),
-        ("qwen3_5_moe", r"Qwen3\.5", "tensor_parallel"),
     ],
 )
 def test_layouts_that_are_not_proven_are_refused(tmp_path: Path, name: str, family: str, option: str) -> None:
