@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from generator.pull import CopyPlan
 from rl.types import SamplingParams
 from rl.weights.buffer import WeightBuffer
 from rl.weights.receiving_process import ReceivingProcess
@@ -80,6 +81,63 @@ def test_pulled_weights_equal_a_fresh_engines(
         assert [c.logprobs for c in after] != [c.logprobs for c in before]
         assert {version for c in after for version in c.versions} == {3}
         assert engine.version == 3
+
+    asyncio.run(main())
+
+
+def test_frozen_tensors_are_pulled_once(
+    tmp_path: Path, build_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that has other weights in between, rests, or is told that they changed, gets them again."""
+    directory = served_qwen3(tmp_path / "model", tied=False)
+    engine, store, elsewhere = build_engine(directory, "float32"), FakeStore(), FakeStore()
+    publisher, other = (WeightPublisher(torch.float32, store=each) for each in (store, elsewhere))
+    loaded: list[bool] = []
+    load = CopyPlan.load
+
+    def noted(plan: CopyPlan, memory: Any, workers: Any, *, frozen: bool) -> None:
+        loaded.append(frozen)
+        load(plan, memory, workers, frozen=frozen)
+
+    monkeypatch.setattr(CopyPlan, "load", noted)
+
+    def weights(version: int, frozen: int) -> dict[str, torch.Tensor]:
+        """Those of layer 0, some of which are fused and packed, and the embeddings are frozen."""
+        fixed = moved(directory, frozen)
+        return {n: fixed[n] if is_frozen(n) else each for n, each in moved(directory, version).items()}
+
+    def is_frozen(name: str) -> bool:
+        return "layers.0." in name or "embed" in name
+
+    async def publish(by: WeightPublisher, version: int, frozen: int) -> None:
+        given = weights(version, frozen)
+        await by.publish(version, given.items(), [name for name in given if is_frozen(name)])
+
+    async def check(version: int, frozen: int) -> None:
+        exported = export(directory, weights(version, frozen), torch.float32, tmp_path / str(version))
+        started_later = build_engine(directory, "float32")
+        await pull(started_later, store, version)
+        expected = [c.logprobs for c in await greedy(build_engine(exported, "float32"))]
+        assert [c.logprobs for c in await greedy(engine)] == expected
+        assert [c.logprobs for c in await greedy(started_later)] == expected
+
+    async def main() -> None:
+        for version in (1, 2, 3):
+            await publish(publisher, version, 1)
+            await pull(engine, store, version)
+        assert loaded == [False, False]
+        await publish(other, 9, 9)
+        await pull(engine, elsewhere, 9)
+        await pull(engine, store, 3)
+        await check(3, 1)
+        await engine.rest(asleep=True)
+        await engine.rest(asleep=False)
+        await pull(engine, store, 3)
+        publisher.forget_frozen()
+        await publish(publisher, 4, 4)
+        await pull(engine, store, 4)
+        assert loaded == [False, False, True, True, True, True]
+        await check(4, 4)
 
     asyncio.run(main())
 
