@@ -101,7 +101,7 @@ class WeightLoader:
     def load_memory(self, memory: WeightMemory, record: VersionRecord) -> None:
         """Copies the version in `memory` into the model. Raises as `load` does.
 
-        The first call goes through vLLM and records its copies; later calls repeat them, except those of frozen tensors
+        The first call goes through vLLM and records its copies. Later calls repeat them, and leave frozen tensors out
         that the model has.
         """
         has_frozen, self.frozen_id = self.frozen_id == record.frozen_id, b""

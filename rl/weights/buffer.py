@@ -102,7 +102,7 @@ class WeightBuffer:
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.parts: tuple[torch.Tensor, ...] = (self._bytes,)
-        """The memory that holds the tensors: all bytes, unless they lie in parts of GPU memory."""
+        """The memory that holds the tensors: all bytes, header included, unless they lie in parts of GPU memory."""
         self._begins: tuple[int, ...] = (0,)  # the offset in the manifest at which each part begins
         self._tensors: dict[TensorSpec, torch.Tensor] = {}
         # Checksum functions, full or not, for the manifest whose checksum is `_layout`.
@@ -143,13 +143,8 @@ class WeightBuffer:
         """Maps a buffer that another process of this host created. Raises `WeightsError` if that process is gone."""
         return cls(_open(location, os.O_RDWR if writable else os.O_RDONLY), location, writable=writable)
 
-    @property
-    def data(self) -> torch.Tensor:
-        """All bytes, header included (uint8 [N]). Valid under the same conditions as `tensor`."""
-        return self._bytes
-
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """A view of one tensor. Valid while the buffer is locked; it must not outlive the buffer."""
+        """A view of one tensor. Valid while the buffer is locked; it must not outlive the buffer, nor must `parts`."""
         view = self._tensors.get(spec)
         if view is None:
             part = self._part_of(spec)

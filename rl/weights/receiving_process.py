@@ -242,7 +242,7 @@ class _PolicyMemory:
     @property
     def num_bytes(self) -> int:
         """What the buffers take."""
-        return sum(buffer.data.nbytes for buffer in self._buffers)
+        return sum(buffer.parts[0].nbytes for buffer in self._buffers)
 
     def other_than(self, keep: BufferLocation | None) -> WeightBuffer:
         """A buffer that may be overwritten."""

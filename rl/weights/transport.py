@@ -54,9 +54,8 @@ class Sender(Protocol):
         """Sends this rank's shards. When it returns on every rank, generators can pull the version.
 
         `record` lacks only the fields that belong to the transport; they are filled in in the record that is returned.
-        The second value, which counts on rank 0, says whether all tensors are known to equal those of the version
-        before. Iterating over `shards` raises ValueError if they do not fit the manifest. Raises on all ranks if one
-        fails.
+        The second value, which counts on rank 0, says whether all tensors are known to be as in the version before.
+        Iterating over `shards` raises ValueError if they do not fit the manifest. Raises on all ranks if one fails.
         """
         ...
 

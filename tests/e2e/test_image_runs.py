@@ -4,6 +4,7 @@ Covers: configs/guess_colour_tinyvl_cpu.py, generator/image_prompts.py
 """
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,16 +40,21 @@ def versions(run: Path) -> list[float]:
     return [row["policy_version"] for row in metric_rows(run) if "policy_version" in row]
 
 
-def test_a_killed_run_continues_and_is_replayed(tmp_path: Path) -> None:
-    finish(tmp_path, RECIPE, "--name", "whole")
+@pytest.mark.parametrize("options", [(), ("--trainer.no-train-vision",), ("--lora.rank", "4")])
+def test_a_killed_run_continues_and_is_replayed(tmp_path: Path, options: Sequence[str]) -> None:
+    """Of a model that is trained with its vision tower or below a frozen one, and of an adapter of both."""
+    finish(tmp_path, RECIPE, "--name", "whole", *options)
     whole, killed, replayed = (tmp_path / "runs" / name for name in ("whole", "killed", "replayed"))
-    run = ownloop(tmp_path, RECIPE, "--name", "killed")
+    run = ownloop(tmp_path, RECIPE, "--name", "killed", *options)
     wait(run, lambda: complete_checkpoints(killed / "checkpoints"))
     kill_controller(run, killed, 3)
     finish(tmp_path, "--resume", "killed")
     assert metric_rows(killed) == metric_rows(whole)
     assert versions(whole) == [1, 2, 3, 4, 5]
-    finish(tmp_path, RECIPE, "--name", "replayed", "--replay", str(whole))
+    mismatches = [row["logprob_mismatch_mean"] for row in metric_rows(whole) if "logprob_mismatch_mean" in row]
+    assert len(mismatches) == 5
+    assert max(mismatches) < 1e-4
+    finish(tmp_path, RECIPE, "--name", "replayed", "--replay", str(whole), *options)
     assert model_hash(whole) == model_hash(killed) == model_hash(replayed)
 
 
