@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from controller.commands.recipes import runnable_configuration
 from controller.runs.folder import complete_checkpoints
+from controller.runs.mismatch import recipe_parity
 from generator.image_prompts import FOLDER
 from rl.rollouts.rendering import Renderer
 from rl.types import SamplingParams
@@ -56,6 +58,18 @@ def test_a_killed_run_continues_and_is_replayed(tmp_path: Path, options: Sequenc
     assert max(mismatches) < 1e-4
     finish(tmp_path, RECIPE, "--name", "replayed", "--replay", str(whole), *options)
     assert model_hash(whole) == model_hash(killed) == model_hash(replayed)
+
+
+@pytest.mark.parametrize("options", [(), ("--lora.rank", "4")])
+def test_parity_compares_prompts_with_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    monkeypatch.setenv("OWNLOOP_TINY_MODEL", str(tmp_path / "model"))
+    report = asyncio.run(recipe_parity(runnable_configuration(RECIPE, options, "parity"), print))
+    assert max(row.mean for row in (*report.mismatches, report.stepped)) < 1e-4
+    assert report.sides[-1].mean > 1e-3  # the optimizer step, which both sides made
+    assert "There is no mismatch to explain" in report.explanation
+    assert "KL divergence" in report.vocabulary
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
