@@ -61,10 +61,7 @@ def test_a_killed_run_continues_and_is_replayed(tmp_path: Path, options: Sequenc
 
 
 @pytest.mark.parametrize("options", [(), ("--lora.rank", "4")])
-def test_parity_compares_prompts_with_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
-) -> None:
-    monkeypatch.setenv("OWNLOOP_TINY_MODEL", str(tmp_path / "model"))
+def test_parity_compares_prompts_with_images(options: Sequence[str]) -> None:
     report = asyncio.run(recipe_parity(runnable_configuration(RECIPE, options, "parity"), print))
     assert max(row.mean for row in (*report.mismatches, report.stepped)) < 1e-4
     assert report.sides[-1].mean > 1e-3  # the optimizer step, which both sides made
