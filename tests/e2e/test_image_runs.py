@@ -42,7 +42,11 @@ def versions(run: Path) -> list[float]:
     return [row["policy_version"] for row in metric_rows(run) if "policy_version" in row]
 
 
-@pytest.mark.parametrize("options", [(), ("--trainer.no-train-vision",), ("--lora.rank", "4")])
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--trainer.no-train-vision",), ("--lora.rank", "4")],
+    ids=["whole", "frozen_tower", "adapter"],
+)
 def test_a_killed_run_continues_and_is_replayed(tmp_path: Path, options: Sequence[str]) -> None:
     """Of a model that is trained with its vision tower or below a frozen one, and of an adapter of both."""
     finish(tmp_path, RECIPE, "--name", "whole", *options)
