@@ -111,7 +111,7 @@ class SharedMemorySender:
         del withdrawn
         for buffer in self._buffers:
             buffer.close()
-        self._buffers = ()
+        self._buffers, self._sealed = (), None
 
     @torch.no_grad()
     def _write(self, buffer: WeightBuffer, record: VersionRecord, shards: Iterable[Shard]) -> bool:
