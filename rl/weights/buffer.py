@@ -103,7 +103,7 @@ class WeightBuffer:
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.parts: tuple[torch.Tensor, ...] = (self._bytes,)
         """The memory that holds the tensors: all bytes, header included, unless they lie in parts of GPU memory."""
-        self._begins: tuple[int, ...] = (0,)  # the offset in the manifest at which each part begins
+        self.begins: tuple[int, ...] = (0,)  # the offset in the manifest at which each part begins
         self._tensors: dict[TensorSpec, torch.Tensor] = {}
         # Checksum functions, full or not, for the manifest whose checksum is `_layout`.
         self._layout = b""
@@ -148,7 +148,7 @@ class WeightBuffer:
         view = self._tensors.get(spec)
         if view is None:
             part = self._part_of(spec)
-            begin = spec.offset - self._begins[part]
+            begin = spec.offset - self.begins[part]
             view = self.parts[part][begin : begin + spec.nbytes].view(spec.dtype).view(spec.shape)
             self._tensors[spec] = view
         return view
@@ -163,7 +163,7 @@ class WeightBuffer:
             extents: list[list[tuple[int, int]]] = [[] for _ in self.parts]
             for spec in record.manifest:
                 part = self._part_of(spec)
-                extents[part].append((spec.offset - self._begins[part], spec.nbytes))
+                extents[part].append((spec.offset - self.begins[part], spec.nbytes))
             checksums = [BufferChecksums(each, full=record.full_checksums) for each in extents]
             self._checksums[record.full_checksums] = checksums
         # Parts follow each other as the manifest's tensors do.
@@ -235,7 +235,7 @@ class WeightBuffer:
             self._fd = -1
 
     def _part_of(self, spec: TensorSpec) -> int:
-        return bisect.bisect_right(self._begins, spec.offset) - 1
+        return bisect.bisect_right(self.begins, spec.offset) - 1
 
     def _try_lock(self, kind: int) -> bool:
         try:
@@ -257,7 +257,7 @@ def is_unchanged(record: VersionRecord, sealed: Sealed, before: Sealed | None) -
     if before is None or before[0] is sealed[0] or before[1] != sealed[1]:
         return False
     # Equal checksums of samples prove nothing, so every byte behind the header is compared.
-    begins = [max(record.manifest[0].offset - begin, 0) for begin in sealed[0]._begins]
+    begins = [max(record.manifest[0].offset - begin, 0) for begin in sealed[0].begins]
     parts = zip(begins, sealed[0].parts, before[0].parts, strict=True)
     return record.full_checksums or all(torch.equal(new[begin:], old[begin:]) for begin, new, old in parts)
 

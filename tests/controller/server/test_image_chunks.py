@@ -143,8 +143,9 @@ def test_the_sdk_samples_from_pointers(model: Path, tmp_path: Path) -> None:
         training = server.client().create_lora_training_client(base_model="toy", rank=4).result()
         with pytest.raises(ValueError, match="Unsupported model input chunk type: ImageAssetPointerChunk"):
             training.forward_backward([datum], "cross_entropy").result()
-    assert image_reader(model) is not None
+    read_image = image_reader(model)
+    assert read_image is not None
     with pytest.raises(ValueError, match="image-folder; send an ImageChunk"):
-        image_tokens("prompt", "a.png", None, image_reader(model))
+        image_tokens("prompt", "a.png", None, read_image)
     with pytest.raises(ValueError, match=r"image_folder is .*; it must be a folder that exists"):
         Limits(image_folder=tmp_path / "none")
