@@ -147,9 +147,8 @@ class GeneratorConfig:
         for name, accepted in choices.items():
             if getattr(self, name) not in accepted:
                 raise ValueError(f"GeneratorConfig.{name} is {getattr(self, name)!r}; it must be one of {accepted}")
-        for name in ("tensor_parallel", "num_replicas", "max_model_len", "max_num_seqs", "num_threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"GeneratorConfig.{name} is {getattr(self, name)}; it must be at least 1")
+        counts = "tensor_parallel", "num_replicas", "max_model_len", "max_num_seqs", "num_threads"
+        check_at_least(1, **{f"GeneratorConfig.{name}": getattr(self, name) for name in counts})
         check_gpus("GeneratorConfig", self.gpus, self.tensor_parallel * self.num_copies)
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise ValueError(f"GeneratorConfig.request_timeout_s is {self.request_timeout_s}; it must be above 0")
@@ -231,8 +230,7 @@ def check_request(
     """
     if not isinstance(sampling, SamplingParams):
         raise ValueError(f"sampling is {sampling!r}; it must be SamplingParams")
-    if num_samples < 1:
-        raise ValueError(f"num_samples is {num_samples}; it must be at least 1")
+    check_at_least(1, num_samples=num_samples)
     if len(prompt_tokens) < 1:
         raise ValueError("prompt_tokens is empty; a prompt has at least 1 token")
     try:

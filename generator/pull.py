@@ -53,6 +53,8 @@ class WeightLoader:
         self._workers = Workers()
         self._plan: CopyPlan | None = None
         self._fitting = b""  # the layout that was last found to fit this model
+        self.frozen_id = b""
+        """The `frozen_id` of the version in the model; empty if the model may hold other frozen tensors."""
         packed_in_place(model)  # only to raise
 
     def check(self, record: VersionRecord) -> None:
@@ -99,15 +101,18 @@ class WeightLoader:
     def load_memory(self, memory: WeightMemory, record: VersionRecord) -> None:
         """Copies the version in `memory` into the model. Raises as `load` does.
 
-        The first call goes through vLLM and records its copies; later calls repeat them.
+        The first call goes through vLLM and records its copies. Later calls repeat them, and leave frozen tensors out
+        that the model has.
         """
+        has_frozen, self.frozen_id = self.frozen_id == record.frozen_id, b""
         if self._plan is None or not self._plan.fits(record):
-            with CopyRecorder(memory) as recorder:
+            with CopyRecorder(memory, record) as recorder:
                 self._load((spec.name, memory.tensor(spec)) for spec in record.manifest)
             pack_weights(self._model, self._workers)  # from then on it is known of every layer whether it is packed
             self._plan = CopyPlan(self._model, record, recorder)
         else:
-            self._plan.load(memory, self._workers)
+            self._plan.load(memory, self._workers, frozen=not has_frozen)
+        self.frozen_id = record.frozen_id
 
     def load(self, tensors: NamedTensors) -> None:
         """Copies the tensors into the model. Raises `WeightsError` if a parameter of the model was left out.
@@ -115,6 +120,7 @@ class WeightLoader:
         After any exception the model is a mixture of versions. It must not be used until a later call succeeds, or
         `restore` is called.
         """
+        self.frozen_id = b""
         self._load(tensors)
         pack_weights(self._model, self._workers)
 
@@ -158,6 +164,8 @@ class _Source:
     """In elements of `dtype`."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    frozen: bool = False
+    """Whether it shows a frozen tensor."""
 
     def of(self, memory: WeightMemory) -> torch.Tensor:
         return memory.parts[self.part].view(self.dtype).as_strided(self.shape, self.stride, self.offset)
@@ -172,15 +180,17 @@ class _Source:
         for own, theirs in zip(copy.stride(), self.stride, strict=True):
             index, left = divmod(left, own)
             offset += index * theirs
-        return _Source(self.part, self.dtype, offset, tuple(view.shape), tuple(stride))
+        return _Source(self.part, self.dtype, offset, tuple(view.shape), tuple(stride), self.frozen)
 
 
 class CopyRecorder(TorchDispatchMode):
     """Records every copy out of weight memory while it is active."""
 
-    def __init__(self, memory: WeightMemory) -> None:
-        """The tensors to be copied are views of `memory`."""
+    def __init__(self, memory: WeightMemory, record: VersionRecord) -> None:
+        """The tensors to be copied are views of `memory`, which holds `record`."""
         super().__init__()
+        tensors = [memory.tensor(spec) for spec in record.manifest if spec.frozen]
+        self._frozen = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
         self._parts = {_address(part): index for index, part in enumerate(memory.parts)}
         # By their addresses, which stay theirs while they are kept: transposed copies, as vLLM makes for gpt-oss.
         self._copied: dict[int, tuple[torch.Tensor, _Source]] = {}
@@ -210,7 +220,8 @@ class CopyRecorder(TorchDispatchMode):
             return source.behind(copy, tensor)
         if (part := self._parts.get(address)) is None:
             return None
-        return _Source(part, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+        frozen = any(begin <= tensor.data_ptr() < end for begin, end in self._frozen)
+        return _Source(part, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), frozen)
 
     def _in_memory(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and (_address(value) in self._parts or _address(value) in self._copied)
@@ -239,12 +250,13 @@ class CopyPlan:
             if id(module) not in packed or name != "weight"
         }
         plain |= {_address(cast(torch.Tensor, layer.kv_b_proj.weight)) for layer in absorbing(model)}
-        self._packs: list[tuple[nn.Module, torch.Tensor | _Source]] = []
+        self._packs: list[tuple[nn.Module, torch.Tensor | _Source, bool]] = []  # the last says whether it is frozen
         for layer in layers:
             weight = layer.weight
             assert isinstance(weight, torch.Tensor)
-            whole = _as_one(weight, into[_address(weight)])
-            self._packs.append((layer, whole or weight))
+            copies = into[_address(weight)]
+            whole = _as_one(weight, copies)
+            self._packs.append((layer, whole or weight, {source.frozen for _, source in copies} == {True}))
             if whole is not None and _address(weight) not in plain:
                 del into[_address(weight)]
                 # Only the packed copy is read from now on. A layer that reads the plain one all the same computes NaN,
@@ -254,22 +266,23 @@ class CopyPlan:
         self._in_place = packed_in_place(model)
         # For each memory, the operations that load it, in stages that run one after the other. They are kept, because
         # hundreds of views take long to make, and they are gone with the memory.
-        self._stages: WeakKeyDictionary[WeightMemory, list[Sequence[Operation]]] = WeakKeyDictionary()
+        self._stages: WeakKeyDictionary[WeightMemory, dict[bool, list[Sequence[Operation]]]] = WeakKeyDictionary()
 
     def fits(self, record: VersionRecord) -> bool:
         """Whether the plan can load this version into the model as it is now."""
         return self._usable and record.layout == self._layout and _addresses(self._modules) == self._addresses
 
-    def load(self, memory: WeightMemory, workers: Workers) -> None:
-        """Brings what lies in `buffer` into the model."""
-        stages = self._stages.get(memory)
-        if stages is None:
-            pairs = [(destination, source.of(memory)) for destination, source in self._copies]
+    def load(self, memory: WeightMemory, workers: Workers, *, frozen: bool) -> None:
+        """Brings what lies in `memory` into the model, with frozen tensors or without."""
+        frozen = frozen or bool(self._in_place)  # what was changed in place has to be copied again
+        stages = self._stages.setdefault(memory, {})
+        if frozen not in stages:
+            pairs = [(destination, s.of(memory)) for destination, s in self._copies if frozen or not s.frozen]
             copies = [partial(gpu_copies.copy, pairs)] if self._on_gpu else workers.copies(pairs)
-            weights = [(layer, s.of(memory) if isinstance(s, _Source) else s) for layer, s in self._packs]
-            packs = _packing(weights, pack_again)
-            stages = self._stages[memory] = [copies, packs, self._in_place]
-        for operations in stages:
+            packs = [(layer, s) for layer, s, is_frozen in self._packs if frozen or not is_frozen]
+            weights = [(layer, s.of(memory) if isinstance(s, _Source) else s) for layer, s in packs]
+            stages[frozen] = [copies, _packing(weights, pack_again), self._in_place]
+        for operations in stages[frozen]:
             workers.run(operations)
 
 
@@ -281,11 +294,7 @@ def pack_weights(model: nn.Module, workers: Workers) -> None:
 
 def _packing(layers: Sequence[tuple[nn.Module, torch.Tensor]], how: Callable[..., None]) -> list[Operation]:
     """The operations that pack these layers, the longest first."""
-    return [partial(how, layer, weight) for layer, weight in sorted(layers, key=_size, reverse=True)]
-
-
-def _size(packed: tuple[nn.Module, torch.Tensor]) -> int:
-    return packed[1].nbytes
+    return [partial(how, *packed) for packed in sorted(layers, key=lambda packed: packed[1].nbytes, reverse=True)]
 
 
 def _as_one(weight: torch.Tensor, copies: Sequence[tuple[torch.Tensor, _Source]]) -> _Source | None:

@@ -92,6 +92,7 @@ class WeightUpdates:
         self.finish_steps(step)
         # Adapters lie in the memory that would be dropped.
         self._dropped = self._pulled if self.adapters is None else None
+        self._loader.frozen_id = b""
         self._engine.sleep(level=1 if self._dropped is None else 2)
 
     def load_dropped(self) -> None:

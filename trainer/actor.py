@@ -130,7 +130,7 @@ class PolicyTrainer(Actor):
         """Publishes the current weights in the generator's dtype; see `WeightPublisher.publish`."""
         engine, publisher = self._policies[policy].engine, self._policies[policy].publisher
         with engine.memory.phase("push_model_state_dict"):
-            return await publisher.publish(engine.policy_version, engine.hf_parameters())
+            return await publisher.publish(engine.policy_version, engine.hf_parameters(), engine.frozen_names)
 
     @endpoint
     async def save_checkpoint(self, policy: str | None, path: Path, asynchronous: bool, keep_last: int | None) -> None:
@@ -148,6 +148,7 @@ class PolicyTrainer(Actor):
     async def load_checkpoint(self, policy: str | None, path: Path, weights_only: bool) -> int:
         """`Engine.load_checkpoint`."""
         engine = self._policies[policy].engine
+        self._policies[policy].publisher.forget_frozen()
         with engine.memory.phase("load_checkpoint"):
             return engine.load_checkpoint(path, weights_only=weights_only)
 

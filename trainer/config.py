@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rl.checks import check_gpus
+from rl.checks import check_at_least, check_gpus
 from rl.lora import LoRAConfig
 from rl.system.deadlines import Deadlines
 from rl.system.hardware import cpu_malloc_env, cpu_thread_env, sees_gpu
@@ -167,9 +167,8 @@ class TrainerConfig(LayoutConfig):
                 "products end in bfloat16, so compute_dtype must be 'bfloat16'"
             )
         degrees = (each.name for each in fields(LayoutConfig) if type(each.default) is int)
-        for name in (*degrees, "max_tokens_per_microbatch", "num_threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"TrainerConfig.{name} is {getattr(self, name)}; it must be at least 1")
+        counts = (*degrees, "max_tokens_per_microbatch", "num_threads")
+        check_at_least(1, **{f"TrainerConfig.{name}": getattr(self, name) for name in counts})
         check_gpus("TrainerConfig", self.gpus, self.num_ranks)
         steps = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.profile_steps)
         if self.profile_steps and (steps is None or int(steps[1]) > int(steps[2])):

@@ -5,14 +5,17 @@ bytes travel is the business of `rl/weights/transport.py`.
 """
 
 import asyncio
+import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
+from rl.checks import check_known
 from rl.lora import LoRAConfig
 from rl.system.hardware import host_identity
 from rl.types import WeightTransport
@@ -65,9 +68,7 @@ class WeightPublisher:
         shared memory instead of samples; tensors in TorchStore are always checked in full. Raises ValueError for an
         unknown transport.
         """
-        if transport not in TRANSPORT_CHOICES:
-            accepted = ", ".join(TRANSPORT_CHOICES)
-            raise ValueError(f"weight transport is {transport!r}; it must be one of {accepted}")
+        check_known("weight transport", transport, TRANSPORT_CHOICES)
         self._dtype = dtype
         self._choice = "shared_memory" if (transport, policy is None) == ("gpu_memory", False) else transport
         self._policy = policy
@@ -84,11 +85,19 @@ class WeightPublisher:
         self._transport = ""
         self._sender: Sender | None = None
         self._push_index = -1
-        # Rank 0's: the newest version that was sent, and its checksums.
-        self._last: tuple[VersionRecord, tuple[int, ...]] | None = None
+        self.forget_frozen()
+        self._last_version: int | None = None
 
-    async def publish(self, version: int, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> VersionRecord | None:
+    def forget_frozen(self) -> None:
+        """Has the next pushes send frozen tensors again, because they may have changed."""
+        self._frozen_id = uuid.uuid4().bytes
+
+    async def publish(
+        self, version: int, named_parameters: Iterable[tuple[str, torch.Tensor]], frozen: Collection[str] = ()
+    ) -> VersionRecord | None:
         """Publishes `named_parameters` (Hugging Face names, possibly DTensors) as `version`.
+
+        Tensors named in `frozen`, always the same names, are sent once, and again after `forget_frozen`.
 
         A collective: every rank calls it with its own parameters, tied parameters once. When it has returned on every
         rank, this version and the one published before can be pulled. Returns the version's record on rank 0, with
@@ -101,7 +110,7 @@ class WeightPublisher:
         if self._policy is not None:  # small, so gathering is cheap, and ranks need not agree on who holds which part
             tensors = [(name, t.full_tensor() if isinstance(t, DTensor) else t) for name, t in tensors]
         if self._sender is None:
-            self._sender = await self._prepare(tensors)
+            self._sender = await self._prepare(tensors, frozen)
         self._push_index += 1
         record = VersionRecord(
             version=version,
@@ -112,13 +121,20 @@ class WeightPublisher:
             host=host_identity(),
             layout=self._layout,
             full_checksums=self._full_checksums,
+            frozen_id=self._frozen_id,
             policy=self._policy,
             lora=self._lora,
         )
-        record, checksums = await self._sender.send(record, self._shards.of(tensors))
+        record, unchanged = await self._sender.send(record, self._shards.of(tensors))
+        before, self._last_version = self._last_version, version
         if self._rank > 0:
             return None
-        await self._warn_if_unchanged(self._sender, record, checksums)
+        if unchanged and version != before:
+            warnings.warn(
+                f"version {version} is published with exactly the weights of version {before}: no parameter changed in"
+                f" {self._dtype}",
+                stacklevel=2,
+            )
         return record
 
     async def close(self) -> None:
@@ -136,9 +152,9 @@ class WeightPublisher:
             problem = error
         await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
 
-    async def _prepare(self, tensors: NamedTensors) -> Sender:
+    async def _prepare(self, tensors: NamedTensors, frozen: Collection[str]) -> Sender:
         """Agrees with the other ranks on a manifest and on a transport that can carry it."""
-        self._manifest = await asyncio.to_thread(self._shards.agree, tensors, self._dtype)
+        self._manifest = await asyncio.to_thread(self._shards.agree, tensors, self._dtype, frozen)
         self._layout = manifest_checksum(self._manifest)
         *preferred, last = await self._candidates()
         problem = ""
@@ -168,20 +184,6 @@ class WeightPublisher:
     async def _has_other_hosts(self) -> bool:
         return bool(await receiving_hosts(await self._get_store()))
 
-    async def _warn_if_unchanged(self, sender: Sender, record: VersionRecord, checksums: tuple[int, ...]) -> None:
-        """Warns of a new version that holds what the one before held."""
-        before, checksums_before = self._last or (record, checksums)
-        self._last = (record, checksums)
-        if before.version == record.version or checksums_before != checksums:
-            return
-        # Equal checksums of samples prove nothing, so the sender may have to compare every byte.
-        if sender.holds_same(before, record):
-            warnings.warn(
-                f"version {record.version} is published with exactly the weights of version {before.version}: no"
-                f" parameter changed in {self._dtype}",
-                stacklevel=2,
-            )
-
     async def _get_store(self) -> Store:
         if self._store is None:
             if self._store_name is None:
@@ -202,7 +204,7 @@ class _Shards:
         # Placements and own region of each sharded tensor; kept, because computing a region takes long.
         self._regions: dict[str, tuple[tuple[Placement, ...], tuple[slice, ...] | None]] = {}
 
-    def agree(self, tensors: NamedTensors, dtype: torch.dtype) -> Manifest:
+    def agree(self, tensors: NamedTensors, dtype: torch.dtype, frozen: Collection[str]) -> Manifest:
         """The manifest of all ranks' tensors, floating-point ones cast to `dtype`. A collective.
 
         Raises ValueError if ranks disagree on a tensor, or a name occurs twice.
@@ -226,7 +228,9 @@ class _Shards:
                     raise ValueError(f"trainer ranks disagree on {name!r}: {union[name]} and {(shape, cast)}")
                 if not sharded:
                     self._writers.setdefault(name, rank)
-        return build_manifest((name, *union[name]) for name in fused_parts_together(union))
+        manifest = build_manifest((name, *union[name]) for name in fused_parts_together(union))
+        frozen_anywhere = {name for names in all_gather(list(frozen)) for name in names}
+        return tuple(replace(spec, frozen=spec.name in frozen_anywhere) for spec in manifest)
 
     def of(self, tensors: NamedTensors) -> Iterator[Shard]:
         """This rank's shards. Iterating raises ValueError if names or shapes are not the agreed ones."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.images import TokensWithImages, images_of
 from rl.protocols import Generator, Trainer
 from rl.rollouts.tokenizer import load_tokenizer
 from rl.sampling import KeptSets
@@ -74,6 +75,13 @@ def _datum(tokens: NDArray[np.int64], word: int, best: NDArray[np.int64]) -> Dat
     inputs = {"target_tokens": np.full(size, word), "weights": (np.arange(size) >= since).astype(np.float32)}
     kept = KeptSets.of([*[()] * since, *(sorted({word, int(other)}) for other in best)])
     return Datum(tokens=tokens[:-1], loss_inputs=inputs, kept=kept)
+
+
+def split_after_images(tokens: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Tokens up to the end of their last image, or their first token if there is none, and the text that follows."""
+    images = images_of(tokens)
+    end = images[-1].start + images[-1].num_tokens if images else 1
+    return TokensWithImages(tokens[:end], images), tokens[end:]
 
 
 def compare_tokenizers(trainer_model: Path, generator_model: Path) -> list[str]:

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from controller.handles.adapters import BoundGenerator
 from controller.hosts.host_groups import Hosts, Tell
 from controller.launching.launcher import Launcher
-from controller.runs.all_words import compare_tokenizers, compare_words
+from controller.runs.all_words import compare_tokenizers, compare_words, split_after_images
 from generator.config import GeneratorConfig, room_to_score
 from rl.data.sources import text_to_datum
+from rl.images import images_of, join_tokens
 from rl.losses.shared import MAX_LOG_RATIO
 from rl.protocols import Generator, Trainer
 from rl.sampling import Ids, after_prompt
@@ -147,7 +148,9 @@ async def measure_parity(
         found = await compare(
             running.train, running.generate, prompts, sampling, running.frozen, replays_routes=replays
         )
-        vocabulary = await compare_words(running.train, running.generate, [*itertools.chain(*found.sequences[0])])
+        whole = join_tokens(*found.sequences[0])
+        words = split_after_images(whole)[1] if images_of(whole) else whole
+        vocabulary = await compare_words(running.train, running.generate, words)
     mismatches, sides = list(found.mismatches), list(found.sides)
     wider = [] if trainer.head_dtype or "float32" in (trainer.compute_dtype, generator.dtype) else [_WIDE_HEAD]
     wider += [] if trainer.compute_dtype == generator.dtype == "float32" else [_WIDE]
@@ -212,7 +215,8 @@ async def compare(
     sampling = replace(sampling, stop=(), seed=0)
     rate = _LEARNING_RATE if frozen is None else _ADAPTER_LEARNING_RATE
     if frozen is not None:
-        await _learn(train, generate, [(prompt[:1], prompt[1:]) for prompt in prompts if len(prompt) > 1], rate)
+        lesson = map(split_after_images, prompts)
+        await _learn(train, generate, [(prompt, rest) for prompt, rest in lesson if rest], rate)
     groups = await asyncio.gather(*(generate.generate(p, sampling, _GROUP_SIZE) for p in prompts))
     pairs = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group]
     sequences = tuple((prompt, sample.tokens) for prompt, sample in pairs)
@@ -380,7 +384,7 @@ async def _rescore(
 ) -> tuple[Logprobs, list[Ids | None]]:
     """The generator's log-probs of all completions' tokens, at temperature 1, concatenated; its experts, if any."""
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=True)
-    groups = await asyncio.gather(*(generator.generate([*prompt, *answer], sampling) for prompt, answer in sequences))
+    groups = await asyncio.gather(*(generator.generate(join_tokens(*pair), sampling) for pair in sequences))
     scored: list[Logprobs] = []
     routes: list[Ids | None] = []
     for (prompt, _), (completion,) in zip(sequences, groups, strict=True):

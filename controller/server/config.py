@@ -23,11 +23,15 @@ class Limits:
     """Most tokens of one `forward_backward` request."""
     requests_per_s: float = 2000.0
     """Requests per second; the requests of two seconds may come at once."""
+    image_folder: Path | None = None
+    """Files below this folder may be named by an asset pointer to an image. Without it, a pointer is a data URL."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         check_at_least(1, body_mb=self.body_mb, batch_datums=self.batch_datums, batch_tokens=self.batch_tokens)
         check_above_zero(requests_per_s=self.requests_per_s)
+        if self.image_folder is not None and not self.image_folder.is_dir():
+            raise ValueError(f"image_folder is {self.image_folder}; it must be a folder that exists")
 
     @property
     def body_bytes(self) -> int:

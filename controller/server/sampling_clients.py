@@ -195,10 +195,11 @@ def _read_prompt(given: types.ModelInput, model: ServedModel) -> tuple[int, ...]
     for chunk in given.chunks:
         if isinstance(chunk, types.EncodedTextChunk):
             parts.append(chunk.tokens)
-        elif isinstance(chunk, types.ImageChunk) and model.read_image is not None:
-            parts.append(image_tokens("prompt", chunk.data, chunk.expected_tokens, model.read_image))
+        elif isinstance(chunk, types.ImageChunk | types.ImageAssetPointerChunk) and model.read_image is not None:
+            image = chunk.data if isinstance(chunk, types.ImageChunk) else chunk.location
+            parts.append(image_tokens("prompt", image, chunk.expected_tokens, model.read_image))
         else:
-            kinds = "text only" if model.read_image is None else "text and the bytes of images"
+            kinds = "text only" if model.read_image is None else "text and images"
             raise ValueError(
                 f"the prompt has a chunk of kind {chunk.type}; this server samples from {kinds}: leave it out"
             )

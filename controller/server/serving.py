@@ -174,7 +174,8 @@ async def _host_one(
     async def adapter(name: str, lora: LoRAConfig) -> Trainer:
         return await RecoveringAdapter.make(trainer, name, lora, config.folder / "recovery" / name)
 
-    throughput, vocab_size, read_image = Throughput(), inspect_model(model).vocab_size, image_reader(model)
+    throughput, vocab_size = Throughput(), inspect_model(model).vocab_size
+    read_image = image_reader(model, config.limits.image_folder)
     whole = WholeModels(launcher, config, options, vocab_size, throughput, places, read_image)
     stack.push_async_callback(whole.close)  # the generators of whole models end before the base's
     return ServedModel(

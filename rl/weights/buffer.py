@@ -21,6 +21,7 @@ import struct
 import time
 import warnings
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -42,8 +43,9 @@ from rl.weights.versions import (
     corrupted,
 )
 
-_HEADER = struct.Struct("=8sqqq32s")  # magic, push_index or _UNSEALED, version, size in bytes, manifest checksum
-_MAGIC = b"ownloop2"
+# Magic, push_index or _UNSEALED, version, size in bytes, manifest checksum, frozen_id.
+_HEADER = struct.Struct("=8sqqq32s16s")
+_MAGIC = b"ownloop3"
 _UNSEALED = -1
 _POLL_S = 0.002
 
@@ -100,8 +102,8 @@ class WeightBuffer:
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.parts: tuple[torch.Tensor, ...] = (self._bytes,)
-        """The memory that holds the tensors: all bytes, unless they lie in parts of GPU memory."""
-        self._begins: tuple[int, ...] = (0,)  # the offset in the manifest at which each part begins
+        """The memory that holds the tensors: all bytes, header included, unless they lie in parts of GPU memory."""
+        self.begins: tuple[int, ...] = (0,)  # the offset in the manifest at which each part begins
         self._tensors: dict[TensorSpec, torch.Tensor] = {}
         # Checksum functions, full or not, for the manifest whose checksum is `_layout`.
         self._layout = b""
@@ -117,7 +119,7 @@ class WeightBuffer:
             os.close(fd)
             raise short_of_memory(size_bytes, f" ({error.strerror})") from error
         buffer = cls(fd, BufferLocation(os.getpid(), fd, os.fstat(fd).st_ino), writable=True)
-        buffer._write_header(_UNSEALED, 0, b"")
+        buffer._write_header(_UNSEALED)
         return buffer
 
     @classmethod
@@ -141,17 +143,12 @@ class WeightBuffer:
         """Maps a buffer that another process of this host created. Raises `WeightsError` if that process is gone."""
         return cls(_open(location, os.O_RDWR if writable else os.O_RDONLY), location, writable=writable)
 
-    @property
-    def data(self) -> torch.Tensor:
-        """All bytes, header included (uint8 [N]). Valid under the same conditions as `tensor`."""
-        return self._bytes
-
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """A view of one tensor. Valid while the buffer is locked; it must not outlive the buffer."""
+        """A view of one tensor. Valid while the buffer is locked; it must not outlive the buffer, nor must `parts`."""
         view = self._tensors.get(spec)
         if view is None:
             part = self._part_of(spec)
-            begin = spec.offset - self._begins[part]
+            begin = spec.offset - self.begins[part]
             view = self.parts[part][begin : begin + spec.nbytes].view(spec.dtype).view(spec.shape)
             self._tensors[spec] = view
         return view
@@ -166,7 +163,7 @@ class WeightBuffer:
             extents: list[list[tuple[int, int]]] = [[] for _ in self.parts]
             for spec in record.manifest:
                 part = self._part_of(spec)
-                extents[part].append((spec.offset - self._begins[part], spec.nbytes))
+                extents[part].append((spec.offset - self.begins[part], spec.nbytes))
             checksums = [BufferChecksums(each, full=record.full_checksums) for each in extents]
             self._checksums[record.full_checksums] = checksums
         # Parts follow each other as the manifest's tensors do.
@@ -179,12 +176,6 @@ class WeightBuffer:
             if found != expected:
                 raise corrupted(record, spec, f"its checksum is {found} instead of {expected}")
 
-    def holds_same_as(self, other: "WeightBuffer", manifest: Manifest) -> bool:
-        """Whether the tensors of two buffers with this manifest are equal."""
-        begins = [max(manifest[0].offset - begin, 0) for begin in self._begins]  # behind the header
-        parts = zip(begins, self.parts, other.parts, strict=True)
-        return all(torch.equal(ours[begin:], theirs[begin:]) for begin, ours, theirs in parts)
-
     def begin_write(self, timeout_s: float) -> None:
         """Waits for readers of the previous content, then withdraws it. Raises `WeightsError` after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
@@ -192,13 +183,13 @@ class WeightBuffer:
             if time.monotonic() > deadline:
                 raise WeightsError(f"a reader has kept the weight buffer locked for {timeout_s:g} s; is it stopped?")
             time.sleep(_POLL_S)
-        self._write_header(_UNSEALED, 0, b"")
+        self._write_header(_UNSEALED)
 
     def seal(self, record: VersionRecord, checksums: tuple[int, ...]) -> None:
         """Declares the content to be that of `record`, with these checksums, and admits readers."""
         # The header goes last: a writer that dies before leaves a buffer without a version.
         struct.pack_into(f"={len(record.manifest)}q", self._memory, HEADER_BYTES, *checksums)
-        self._write_header(record.push_index, record.version, record.layout)
+        self._write_header(record.push_index, record.version, record.layout, record.frozen_id)
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def abandon_write(self) -> None:
@@ -214,9 +205,9 @@ class WeightBuffer:
         if not self._try_lock(fcntl.LOCK_SH):
             raise UnknownVersionError(f"version {record.version} cannot be pulled: it or a newer one is being written")
         try:
-            expected = (_MAGIC, record.push_index, record.version, len(self._memory), record.layout)
+            sealed = record.push_index, record.version, len(self._memory), record.layout, record.frozen_id
             found = _HEADER.unpack_from(self._memory)
-            if found != expected:
+            if found != (_MAGIC, *sealed):
                 state = "an unfinished push" if found[1] == _UNSEALED else f"version {found[2]}"
                 raise UnknownVersionError(
                     f"version {record.version} is no longer kept: its buffer holds {state} by now"
@@ -244,7 +235,7 @@ class WeightBuffer:
             self._fd = -1
 
     def _part_of(self, spec: TensorSpec) -> int:
-        return bisect.bisect_right(self._begins, spec.offset) - 1
+        return bisect.bisect_right(self.begins, spec.offset) - 1
 
     def _try_lock(self, kind: int) -> bool:
         try:
@@ -253,24 +244,39 @@ class WeightBuffer:
             return False
         return True
 
-    def _write_header(self, push_index: int, version: int, checksum: bytes) -> None:
-        _HEADER.pack_into(self._memory, 0, _MAGIC, push_index, version, len(self._memory), checksum)
+    def _write_header(self, push_index: int, version: int = 0, layout: bytes = b"", frozen_id: bytes = b"") -> None:
+        _HEADER.pack_into(self._memory, 0, _MAGIC, push_index, version, len(self._memory), layout, frozen_id)
 
 
-def held_version(location: BufferLocation) -> tuple[int, int] | None:
-    """Push index and version of a buffer's content; None if the buffer is being written or holds no whole version.
+Sealed = tuple[WeightBuffer, tuple[int, ...]]
+"""A buffer, and the checksums of the version in it."""
+
+
+def is_unchanged(record: VersionRecord, sealed: Sealed, before: Sealed | None) -> bool:
+    """Whether `record`, which was just sealed, equals the version sealed before, which is known if it is kept."""
+    if before is None or before[0] is sealed[0] or before[1] != sealed[1]:
+        return False
+    # Equal checksums of samples prove nothing, so every byte behind the header is compared.
+    begins = [max(record.manifest[0].offset - begin, 0) for begin in sealed[0].begins]
+    parts = zip(begins, sealed[0].parts, before[0].parts, strict=True)
+    return record.full_checksums or all(torch.equal(new[begin:], old[begin:]) for begin, new, old in parts)
+
+
+def held_version(record: VersionRecord, location: BufferLocation) -> VersionRecord | None:
+    """The version that a buffer of `record`'s policy holds now; None while it holds no whole one.
 
     Raises `WeightsError` if the process that created the buffer is gone.
     """
     fd = _open(location, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        _, push_index, version, _, _ = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
+        _, push_index, version, _, _, frozen_id = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
     except BlockingIOError:
         return None
     finally:
         os.close(fd)
-    return None if push_index == _UNSEALED else (push_index, version)
+    held = replace(record, push_index=push_index, version=version, frozen_id=frozen_id)
+    return None if push_index == _UNSEALED else held
 
 
 def is_kept(location: BufferLocation) -> bool:

@@ -274,7 +274,7 @@ class GPUBuffer(WeightBuffer):
                 self._opened += (memory,)
             memories.append(memory)
         self.parts = tuple(memories)
-        self._begins = tuple(part.begin for part in parts)
+        self.begins = tuple(part.begin for part in parts)
         self.location = self.location._replace(gpu_parts=tuple(parts))
 
     @classmethod

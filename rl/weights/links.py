@@ -108,7 +108,7 @@ class Link:
             raise LinkError(f"sending weights: {error}") from error
 
     def send_part(self, part: Part, data: torch.Tensor) -> None:
-        """Sends all bytes of a part, or what changed in it (uint8 [N])."""
+        """Sends all bytes of a part, or what changed in it (uint8 [N]): no byte, if nothing did."""
         described = json.dumps(part).encode()
         self.send(_HEAD.pack(len(described), len(data)) + described)
         self.send(memory_of(data))
@@ -175,13 +175,15 @@ class OwnShards:
 
     def __init__(self) -> None:
         self._manifest: Manifest = ()
+        self._frozen_id = self._sent_frozen_id = b""
+        self._unchanged: set[int] = set()  # tensors, by their index, whose values all hosts have
         self._shards: dict[int, tuple[Part, torch.Tensor]] = {}  # by the tensor's index in the manifest
         self._copies: dict[Part, torch.Tensor] = {}  # of the shards that were sent last; empty if none are kept
         self._pushes_without = 0
 
-    def hold(self, shards: Iterable[Shard], manifest: Manifest) -> None:
+    def hold(self, shards: Iterable[Shard], manifest: Manifest, frozen_id: bytes) -> None:
         """Takes what this rank holds of a version."""
-        self._manifest = manifest
+        self._manifest, self._frozen_id = manifest, frozen_id
         indices = {spec.name: index for index, spec in enumerate(manifest)}
         self._shards = {}
         for shard in shards:
@@ -200,14 +202,19 @@ class OwnShards:
         parts = [piece for index in sorted(self._shards) for piece in _pieces(self._shards[index][0], self._manifest)]
         if not parts:
             return Sent()
-        has_copies = self._copies.keys() == {whole for whole, _ in self._shards.values()}
+        frozen = {index for index in self._shards if self._manifest[index].frozen}
+        # Sums are of the bytes themselves.
+        have_frozen = route.changes and self._frozen_id == self._sent_frozen_id and not sums_wanted
+        self._unchanged, self._sent_frozen_id = frozen if have_frozen else set(), self._frozen_id
+        trained = dict(shard for index, shard in self._shards.items() if index not in frozen)
+        has_copies = self._copies.keys() == trained.keys()
         changes = route.changes and has_copies
         if not has_copies and not self._pushes_without:
             dtypes = [spec.dtype for spec in self._manifest]
-            self._copies = {part: torch.empty(t.shape, dtype=dtypes[part.tensor]) for part, t in self._shards.values()}
+            self._copies = {part: torch.empty(t.shape, dtype=dtypes[part.tensor]) for part, t in trained.items()}
         num_links = -(-LINKS // num_ranks())
         num_bytes, sums = self._send(parts, num_links, route._replace(changes=changes), sums_wanted)
-        if changes and 2 * num_bytes > sum(part.nbytes(self._manifest) for part in parts):
+        if changes and 2 * num_bytes > sum(part.nbytes(self._manifest) for part in trained):
             self._copies, self._pushes_without = {}, _TRIED_AGAIN
         return Sent(num_links, sums)
 
@@ -247,6 +254,8 @@ class OwnShards:
 
     def _data(self, part: Part, room: torch.Tensor, changes: bool, sums_wanted: bool) -> tuple[torch.Tensor, int]:
         """The bytes of a part that are sent (uint8 [N]), and the sum of its bits if it is wanted."""
+        if part.tensor in self._unchanged:
+            return room[:0], 0
         dtype = self._manifest[part.tensor].dtype
         whole, local = self._shards[part.tensor]
         values, copy = _rows(local, whole, part), self._copies.get(whole)

@@ -74,8 +74,7 @@ class Network:
     def current(self, record: VersionRecord) -> VersionRecord | None:
         """The version that this host has where the record says; None while there is no whole one."""
         location = _location_here(record)
-        held = None if location is None else held_version(location)
-        return None if held is None else replace(record, push_index=held[0], version=held[1])
+        return None if location is None else held_version(record, location)
 
 
 class NetworkSender:
@@ -87,10 +86,8 @@ class NetworkSender:
         self._reader_timeout_s = reader_timeout_s
         self._rank = own_rank()
         self._publisher = f"{host_identity()}/{os.getpid()}"
-        self._manifest: Manifest = ()
         # Rank 0's: its last pushes, and which buffers are in the index, which keeps as many entries.
         self._published: VersionRecord | None = None
-        self._unchanged = False
         self._hosts: Sequence[ReceivingHost] = ()
         self._have_last: frozenset[str] = frozenset()  # the processes that received all of the last push
         self._shards = OwnShards()
@@ -98,14 +95,13 @@ class NetworkSender:
 
     async def prepare(self, manifest: Manifest) -> None:
         """Raises `WeightsError` on every rank if no host receives, or if one has too little memory."""
-        self._manifest = manifest
-        await on_rank_0(self._check_room)
+        await on_rank_0(partial(self._check_room, LIVING_VERSIONS * buffer_size(manifest)))
 
-    async def send(self, record: VersionRecord, shards: Iterable[Shard]) -> tuple[VersionRecord, tuple[int, ...]]:
+    async def send(self, record: VersionRecord, shards: Iterable[Shard]) -> tuple[VersionRecord, bool]:
         """Sends the shards until every host has the version or has been given up."""
         problem: Exception | None = None
         try:
-            self._shards.hold(shards, self._manifest)
+            self._shards.hold(shards, record.manifest, record.frozen_id)
         except Exception as error:  # of any kind, here and below, because the other ranks wait to hear of it
             problem = error
         await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
@@ -121,28 +117,23 @@ class NetworkSender:
         self._shards.release()
         return await on_rank_0(partial(self._publish, push))
 
-    def holds_same(self, before: VersionRecord, record: VersionRecord) -> bool:
-        """The first host's result: it compared every byte with the version that it had before."""
-        del before, record
-        return self._unchanged
-
     async def close(self, withdrawn: Iterable[VersionRecord]) -> None:
         """Has every host free its memory."""
         for policy in {record.policy for record in withdrawn}:
             await _ask_all(self._hosts, ReceivingProcess.drop, policy, self._publisher, get_store=self._index.get_store)
 
-    async def _check_room(self) -> None:
+    async def _check_room(self, size_bytes: int) -> None:
         hosts = await receiving_hosts(await self._index.get_store())
         if not hosts:
             raise WeightsError("no generator host receives weights over the network")
-        asked = ReceivingProcess.check_room, LIVING_VERSIONS * buffer_size(self._manifest), self._publisher
+        asked = ReceivingProcess.check_room, size_bytes, self._publisher
         outcomes = await _ask_all(hosts, *asked, get_store=self._index.get_store)
         for host, outcome in zip(hosts, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 raise WeightsError(f"generator host {host.name}: {outcome}") from outcome
 
-    async def _publish(self, push: "_Push") -> tuple[VersionRecord, tuple[int, ...]]:
-        """Enters the version into the index. Returns its record and checksums. Raises `WeightsError`."""
+    async def _publish(self, push: "_Push") -> tuple[VersionRecord, bool]:
+        """Enters the version into the index. Returns what `send` does. Raises `WeightsError`."""
         self._hosts = push.hosts
         record, first = push.result()
         self._have_last = frozenset(host.process for host in push.hosts if host.identity in record.location)
@@ -150,25 +141,18 @@ class NetworkSender:
         if places not in self._announced:  # the headers of announced buffers say which version they hold
             await self._index.announce(record)
             self._announced.append(places)
-        self._published, self._unchanged = record, first.unchanged
+        self._published = record
         if push.lost:
             warnings.warn(
                 f"version {record.version} did not reach every generator host, and cannot be pulled there; "
                 f"{'; '.join(push.lost)}",
                 stacklevel=2,
             )
-        return record, first.checksums
+        return record, first.unchanged
 
 
-class NetworkReceiver:
+class NetworkReceiver(SharedMemoryReceiver):
     """Reads the shared memory of this host's receiving process."""
-
-    def __init__(self) -> None:
-        self._local = SharedMemoryReceiver()
-
-    def feed(self, record: VersionRecord, store: Store) -> None:
-        """Nothing has to be fetched."""
-        del record, store
 
     @contextlib.contextmanager
     def open(self, record: VersionRecord, feed: None) -> Generator[WeightBuffer]:
@@ -179,7 +163,7 @@ class NetworkReceiver:
                 f"version {record.version} is not on this host: the push did not reach it, or its receiving process"
                 " has ended since; the next push brings a newer version"
             )
-        with self._local.open(replace(record, location=location, host=host_identity()), feed) as buffer:
+        with super().open(replace(record, location=location, host=host_identity()), feed) as buffer:
             yield buffer
 
 

@@ -25,7 +25,7 @@ from typing import Protocol, TypeVar, TypeVarTuple
 import torch
 
 from rl.system.hardware import available_memory_bytes
-from rl.weights.buffer import BufferLocation, WeightBuffer, short_of_memory
+from rl.weights.buffer import BufferLocation, Sealed, WeightBuffer, is_unchanged, short_of_memory
 from rl.weights.copies import apply_changes
 from rl.weights.links import END, ID_BYTES, LINK_TIMEOUT_S, Link, LinkAddress, LinkError, Part, bytes_of, memory_of
 from rl.weights.versions import Store, VersionRecord, WeightsError, corrupted, element_sum, is_missing
@@ -219,11 +219,8 @@ class ReceivingProcess:
         buffer.seal(record, checksums)
         incoming.sealed = True
         memory = self._policies[record.policy]
-        before, checksums_before = memory.newest or (buffer, ())
-        memory.newest = buffer, checksums
-        unchanged = (before is not buffer and checksums == checksums_before) and (
-            record.full_checksums or buffer.holds_same_as(before, record.manifest)
-        )
+        before, memory.newest = memory.newest, (buffer, checksums)
+        unchanged = is_unchanged(record, memory.newest, before)
         return Received(location=buffer.location, checksums=checksums, unchanged=unchanged)
 
     def _break_off(self) -> None:
@@ -239,13 +236,13 @@ class _PolicyMemory:
     def __init__(self, record: VersionRecord, publisher: str) -> None:
         self.layout = record.layout
         self.publisher = publisher
-        self.newest: tuple[WeightBuffer, tuple[int, ...]] | None = None
+        self.newest: Sealed | None = None
         self._buffers = WeightBuffer.create_for(record.manifest)
 
     @property
     def num_bytes(self) -> int:
         """What the buffers take."""
-        return sum(buffer.data.nbytes for buffer in self._buffers)
+        return sum(buffer.parts[0].nbytes for buffer in self._buffers)
 
     def other_than(self, keep: BufferLocation | None) -> WeightBuffer:
         """A buffer that may be overwritten."""
@@ -351,7 +348,8 @@ class _Incoming:
         link.receive(memory_of(arrived))
         if arrived is not data and self._known is not None:
             values.copy_(self._place(self._known, part))
-            apply_changes(arrived, data)
+            if num_bytes > 0:
+                apply_changes(arrived, data)
         if values is not place:
             place.copy_(values)
         return arrived

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rl.system.hardware import host_identity
 from rl.weights import copies
-from rl.weights.buffer import BufferLocation, WeightBuffer, held_version, is_kept
+from rl.weights.buffer import BufferLocation, Sealed, WeightBuffer, held_version, is_kept, is_unchanged
 from rl.weights.copies import Workers
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, on_rank_0, own_rank, raise_on_every_rank
 from rl.weights.transport import Shard
@@ -44,8 +44,7 @@ class SharedMemory:
     def current(self, record: VersionRecord) -> VersionRecord | None:
         """The version that the record's buffer holds now; None while it holds no whole one."""
         _check_within_reach(record)
-        held = held_version(record.location)
-        return replace(record, push_index=held[0], version=held[1]) if held is not None else None
+        return held_version(record, record.location)
 
 
 class SharedMemorySender:
@@ -58,6 +57,8 @@ class SharedMemorySender:
         self._specs: dict[str, TensorSpec] = {}
         self._buffers: Sequence[WeightBuffer] = ()
         self._introduced: set[BufferLocation] = set()
+        self._sealed: Sealed | None = None  # the newest version, on rank 0
+        self._frozen: dict[BufferLocation, bytes] = {}  # the `frozen_id` of what lies in each buffer
         self._workers: Workers | None = None
 
     async def prepare(self, manifest: Manifest) -> None:
@@ -93,53 +94,35 @@ class SharedMemorySender:
             buffer.pin()
         return buffers
 
-    async def send(self, record: VersionRecord, shards: Iterable[Shard]) -> tuple[VersionRecord, tuple[int, ...]]:
+    async def send(self, record: VersionRecord, shards: Iterable[Shard]) -> tuple[VersionRecord, bool]:
         """Writes the version that follows the newest over the oldest one."""
-        buffer = self._buffer(record)
+        buffer = self._buffers[record.push_index % LIVING_VERSIONS]
         record = replace(record, location=buffer.location)
-        await self._introduce(record)
+        if record.location not in self._introduced:
+            await on_rank_0(partial(self._index.announce, record))
+            self._introduced.add(record.location)
         # No rank may write before rank 0 has locked readers out.
         await on_rank_0(lambda: asyncio.to_thread(buffer.begin_write, self._reader_timeout_s))
         # Not in a thread: the threads of `cpu_thread_env` are quick only while one Python thread computes.
         return record, self._write(buffer, record, shards)
-
-    def holds_same(self, before: VersionRecord, record: VersionRecord) -> bool:
-        """Compares the two buffers, unless the checksums already looked at every byte."""
-        if record.full_checksums:
-            return True
-        if before.location == record.location:  # a push in between failed, and `before` was overwritten
-            return False
-        return self._buffer(before).holds_same_as(self._buffer(record), record.manifest)
 
     async def close(self, withdrawn: Iterable[VersionRecord]) -> None:
         """Lets go of the buffers. A reader keeps its own hold on the one that it is reading."""
         del withdrawn
         for buffer in self._buffers:
             buffer.close()
-        self._buffers = ()
-
-    def _buffer(self, record: VersionRecord) -> WeightBuffer:
-        return self._buffers[record.push_index % LIVING_VERSIONS]
-
-    async def _introduce(self, record: VersionRecord) -> None:
-        """Registers a buffer with TorchStore, before the first push into it."""
-        if record.location in self._introduced:
-            return
-        await on_rank_0(partial(self._index.announce, record))
-        self._introduced.add(record.location)
+        self._buffers, self._sealed = (), None
 
     @torch.no_grad()
-    def _write(self, buffer: WeightBuffer, record: VersionRecord, shards: Iterable[Shard]) -> tuple[int, ...]:
-        """Writes this rank's shards. Rank 0 holds the lock for all, and seals the header once all have written.
-
-        Returns the checksums on rank 0.
-        """
+    def _write(self, buffer: WeightBuffer, record: VersionRecord, shards: Iterable[Shard]) -> bool:
+        """Writes this rank's shards. Rank 0 holds the lock for all, and seals the header once all have written."""
         problem: Exception | None = None
+        has_frozen = self._frozen.pop(buffer.location, None) == record.frozen_id
         try:
             pairs = [
                 (buffer.tensor(self._specs[shard.name])[shard.region], shard.local)
                 for shard in shards
-                if shard.local is not None
+                if shard.local is not None and not (has_frozen and self._specs[shard.name].frozen)
             ]
             self._copy(pairs)
         except Exception as error:  # of any kind, because the other ranks wait to hear of it
@@ -149,11 +132,12 @@ class SharedMemorySender:
         except BaseException:
             buffer.abandon_write()
             raise
+        self._frozen[buffer.location] = record.frozen_id
         if self._rank > 0:
-            return ()
-        checksums = buffer.checksums(record)
-        buffer.seal(record, checksums)
-        return checksums
+            return False
+        before, self._sealed = self._sealed, (buffer, buffer.checksums(record))
+        buffer.seal(record, self._sealed[1])
+        return is_unchanged(record, self._sealed, before)
 
     def _copy(self, pairs: Sequence[copies.Pair]) -> None:
         """Casts each source into its place. All bytes are there when it returns."""

@@ -63,51 +63,51 @@ class StoreSender:
     def __init__(self, index: VersionIndex) -> None:
         self._index = index
         self._specs: dict[str, TensorSpec] = {}
+        self._checksums: tuple[int, ...] | None = None  # of the newest version
+        self._frozen: dict[bytes, dict[str, int]] = {}  # the sums of frozen tensors that were put, by `frozen_id`
 
     async def prepare(self, manifest: Manifest) -> None:
         """TorchStore takes any weights."""
         self._specs = {spec.name: spec for spec in manifest}
 
-    async def send(self, record: VersionRecord, shards: Iterable[Shard]) -> tuple[VersionRecord, tuple[int, ...]]:
+    async def send(self, record: VersionRecord, shards: Iterable[Shard]) -> tuple[VersionRecord, bool]:
         """Puts the shards, waits until the other ranks have put theirs, and then puts the version into the index."""
         problem: Exception | None = None
         sums: dict[str, int] = {}
         try:
-            sums = await self._put_all(record, list(shards))
+            sums = await self._put_all(record, shards)
         except ValueError as error:
             problem = error
         except Exception as error:  # Monarch's own types if TorchStore is dead
             problem = WeightsError(f"TorchStore did not take version {record.version}: {error}")
         await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
+        self._frozen = {record.frozen_id: {name: each for name, each in sums.items() if self._specs[name].frozen}}
         of_ranks = await asyncio.to_thread(all_gather, sums)
         checksums = tuple(add_up(of_rank.get(spec.name, 0) for of_rank in of_ranks) for spec in record.manifest)
         record = replace(record, checksums=checksums, full_checksums=True)
         if own_rank() == 0:
-            await self._announce(record)
-        return record, checksums
-
-    def holds_same(self, before: VersionRecord, record: VersionRecord) -> bool:
-        """The checksums looked at every byte already."""
-        del before, record
-        return True
+            await self._delete(await self._index.announce(record))
+        before, self._checksums = self._checksums, checksums
+        return record, before == checksums
 
     async def _put_all(self, record: VersionRecord, shards: Iterable[Shard]) -> dict[str, int]:
-        """Puts a few shards at a time. Returns the `element_sum` of each."""
+        """Puts a few shards at a time, frozen ones once. Returns the `element_sum` of each."""
         limit = asyncio.Semaphore(_MAX_PUTS_IN_FLIGHT)
-        sums: dict[str, int] = {}
+        has_frozen, sums = record.frozen_id in self._frozen, dict(self._frozen.get(record.frozen_id, {}))
         store = await self._index.get_store()
 
         async def put(shard: Shard) -> None:
             async with limit:
                 # A clone, because pickling a view would ship its whole storage.
-                value = shard.tensor.to(self._specs[shard.name].dtype, copy=True).contiguous()
+                spec = self._specs[shard.name]
+                value = shard.tensor.to(spec.dtype, copy=True).contiguous()
                 if shard.local is not None:
                     sums[shard.name] = element_sum(value.to_local() if isinstance(value, DTensor) else value)
-                await store.put(record.key(shard.name), value)
+                await store.put(record.key(shard.name, frozen=spec.frozen), value)
 
         # TorchStore waits for a DTensor's shards from all ranks, replicated ones included.
         mine = [shard for shard in shards if isinstance(shard.tensor, DTensor) or shard.local is not None]
-        await asyncio.gather(*(put(shard) for shard in mine))
+        await asyncio.gather(*(put(each) for each in mine if not (has_frozen and self._specs[each.name].frozen)))
         return sums
 
     async def close(self, withdrawn: Iterable[VersionRecord]) -> None:
@@ -117,13 +117,12 @@ class StoreSender:
         except Exception as error:  # Monarch's own types if TorchStore is dead
             raise WeightsError(f"versions were not deleted: TorchStore failed: {error}") from error
 
-    async def _announce(self, record: VersionRecord) -> None:
-        """Puts the version into the index, and deletes the tensors of the version that drops out of it."""
-        await self._delete(await self._index.announce(record))
-
     async def _delete(self, records: Iterable[VersionRecord]) -> None:
+        """Deletes the tensors of versions that are out of the index, but not frozen ones that others there share."""
         store = await self._index.get_store()
-        await asyncio.gather(*(store.delete(old.key(spec.name)) for old in records for spec in old.manifest))
+        kept = {record.key(spec.name, frozen=spec.frozen) for record in self._index.records for spec in record.manifest}
+        keys = {record.key(spec.name, frozen=spec.frozen) for record in records for spec in record.manifest}
+        await asyncio.gather(*map(store.delete, keys - kept))
 
 
 class StoreFeed:
@@ -153,7 +152,7 @@ class StoreFeed:
     async def _get(self, spec: TensorSpec, checksum: int) -> torch.Tensor:
         record = self._record
         try:
-            tensor = await self._store.get(record.key(spec.name))
+            tensor = await self._store.get(record.key(spec.name, frozen=spec.frozen))
         except Exception as error:  # KeyError, or Monarch's own types if TorchStore is dead
             raise WeightsError(f"TorchStore lost {spec.name!r} of version {record.version}: {error}") from error
         if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):

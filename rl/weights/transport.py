@@ -50,17 +50,13 @@ class Sender(Protocol):
         """Called before the first version. Raises `WeightsError` on every rank if the transport cannot carry this."""
         ...
 
-    async def send(self, record: "VersionRecord", shards: Iterable[Shard]) -> tuple["VersionRecord", tuple[int, ...]]:
+    async def send(self, record: "VersionRecord", shards: Iterable[Shard]) -> tuple["VersionRecord", bool]:
         """Sends this rank's shards. When it returns on every rank, generators can pull the version.
 
         `record` lacks only the fields that belong to the transport; they are filled in in the record that is returned.
-        The second value is the tensors' checksums, which only rank 0's caller looks at. Iterating over `shards` raises
-        ValueError if they do not fit the manifest. Raises on all ranks if one fails.
+        The second value, which counts on rank 0, says whether all tensors are known to be as in the version before.
+        Iterating over `shards` raises ValueError if they do not fit the manifest. Raises on all ranks if one fails.
         """
-        ...
-
-    def holds_same(self, before: "VersionRecord", record: "VersionRecord") -> bool:
-        """Whether two successive versions with equal checksums are known to be equal. Called on rank 0."""
         ...
 
     async def close(self, withdrawn: "Iterable[VersionRecord]") -> None:

@@ -62,6 +62,8 @@ class TensorSpec:
     dtype: torch.dtype
     offset: int
     """Bytes from the start of the buffer."""
+    frozen: bool = False
+    """Whether no optimizer step changes it."""
 
     @property
     def nbytes(self) -> int:
@@ -91,6 +93,8 @@ class VersionRecord:
     """`manifest_checksum` of the manifest."""
     full_checksums: bool
     """Whether the checksums cover every byte, or samples."""
+    frozen_id: bytes = bytes(16)
+    """Of a UUID. Equal in two versions only if their frozen tensors are equal, too."""
     policy: str | None = None
     """The adapter that was published; None if these are the weights of the model itself."""
     lora: LoRAConfig | None = None
@@ -100,9 +104,10 @@ class VersionRecord:
     checksums: tuple[int, ...] = ()
     """`element_sum` of every tensor, in the manifest's order; empty if the tensors' checksums lie beside them."""
 
-    def key(self, name: str) -> str:
-        """The key in TorchStore of one of its tensors."""
-        return f"{index_key(self.policy)}/{self.version}/{self.push_index}/{name}"
+    def key(self, name: str, *, frozen: bool = False) -> str:
+        """The key in TorchStore of one of its tensors. Versions with the same `frozen_id` share the frozen ones."""
+        push = f"frozen/{self.frozen_id.hex()}" if frozen else f"{self.version}/{self.push_index}"
+        return f"{index_key(self.policy)}/{push}/{name}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the manifest as bytes that a process decodes once, because decoding takes milliseconds."""
@@ -194,23 +199,23 @@ class VersionIndex:
     def __init__(self, get_store: Callable[[], Awaitable[Store]]) -> None:
         """`get_store` is called whenever the store is needed."""
         self.get_store = get_store
-        self._records: tuple[VersionRecord, ...] = ()
+        self.records: tuple[VersionRecord, ...] = ()
 
     async def announce(self, record: VersionRecord) -> tuple[VersionRecord, ...]:
         """Adds a record to the index. Returns the records that drop out. Raises `WeightsError`."""
         store = await self.get_store()
-        kept = (*self._records, record)[-LIVING_VERSIONS:]
+        kept = (*self.records, record)[-LIVING_VERSIONS:]
         try:
             await store.put(index_key(record.policy), kept)
         except Exception as error:  # Monarch's own types if TorchStore is dead
             raise WeightsError(f"version {record.version} was not published: TorchStore failed: {error}") from error
-        dropped = tuple(old for old in self._records if old not in kept)
-        self._records = kept
+        dropped = tuple(old for old in self.records if old not in kept)
+        self.records = kept
         return dropped
 
     async def withdraw(self) -> tuple[VersionRecord, ...]:
         """Deletes the index. Returns the records that it had. Raises `WeightsError`."""
-        records, self._records = self._records, ()
+        records, self.records = self.records, ()
         if records:
             try:
                 await (await self.get_store()).delete(index_key(records[0].policy))

@@ -4,12 +4,15 @@ Covers: configs/guess_colour_tinyvl_cpu.py, generator/image_prompts.py
 """
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from controller.commands.recipes import runnable_configuration
 from controller.runs.folder import complete_checkpoints
+from controller.runs.mismatch import recipe_parity
 from generator.image_prompts import FOLDER
 from rl.rollouts.rendering import Renderer
 from rl.types import SamplingParams
@@ -39,17 +42,35 @@ def versions(run: Path) -> list[float]:
     return [row["policy_version"] for row in metric_rows(run) if "policy_version" in row]
 
 
-def test_a_killed_run_continues_and_is_replayed(tmp_path: Path) -> None:
-    finish(tmp_path, RECIPE, "--name", "whole")
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--trainer.no-train-vision",), ("--lora.rank", "4")],
+    ids=["whole", "frozen_tower", "adapter"],
+)
+def test_a_killed_run_continues_and_is_replayed(tmp_path: Path, options: Sequence[str]) -> None:
+    """Of a model that is trained with its vision tower or below a frozen one, and of an adapter of both."""
+    finish(tmp_path, RECIPE, "--name", "whole", *options)
     whole, killed, replayed = (tmp_path / "runs" / name for name in ("whole", "killed", "replayed"))
-    run = ownloop(tmp_path, RECIPE, "--name", "killed")
+    run = ownloop(tmp_path, RECIPE, "--name", "killed", *options)
     wait(run, lambda: complete_checkpoints(killed / "checkpoints"))
     kill_controller(run, killed, 3)
     finish(tmp_path, "--resume", "killed")
     assert metric_rows(killed) == metric_rows(whole)
     assert versions(whole) == [1, 2, 3, 4, 5]
-    finish(tmp_path, RECIPE, "--name", "replayed", "--replay", str(whole))
+    mismatches = [row["logprob_mismatch_mean"] for row in metric_rows(whole) if "logprob_mismatch_mean" in row]
+    assert len(mismatches) == 5
+    assert max(mismatches) < 1e-4
+    finish(tmp_path, RECIPE, "--name", "replayed", "--replay", str(whole), *options)
     assert model_hash(whole) == model_hash(killed) == model_hash(replayed)
+
+
+@pytest.mark.parametrize("options", [(), ("--lora.rank", "4")])
+def test_parity_compares_prompts_with_images(options: Sequence[str]) -> None:
+    report = asyncio.run(recipe_parity(runnable_configuration(RECIPE, options, "parity"), print))
+    assert max(row.mean for row in (*report.mismatches, report.stepped)) < 1e-4
+    assert report.sides[-1].mean > 1e-3  # the optimizer step, which both sides made
+    assert "There is no mismatch to explain" in report.explanation
+    assert "KL divergence" in report.vocabulary
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)

@@ -4,6 +4,7 @@ Covers: generator/pull.py
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,22 +76,41 @@ def test_gpu_logic_a_pull_is_recorded_once_and_repeated(monkeypatch: pytest.Monk
         for spec in MANIFEST:
             memory.tensor(spec).copy_(weights[spec.name])
         if plan is None:
-            with CopyRecorder(memory) as recorder:
+            with CopyRecorder(memory, record(version)) as recorder:
                 model.load_weights((spec.name, memory.tensor(spec)) for spec in MANIFEST)
             plan = CopyPlan(model, record(version), recorder)
         else:
             assert plan.fits(record(version))
-            plan.load(memory, workers)
+            plan.load(memory, workers, frozen=True)
         assert torch.equal(model.gate_up, torch.cat([weights["gate"], weights["up"]]))
         assert torch.equal(model.down, weights["down"][:, :3])
     assert calls == [3, 3]
     memory.close()
 
 
+def test_frozen_tensors_can_be_left_as_they_are() -> None:
+    """Also a part of a parameter: it is copied from its own part of the memory."""
+    manifest = tuple(replace(spec, frozen=spec.name != "gate") for spec in MANIFEST)
+    memory, model, workers = WeightBuffer.create(buffer_size(MANIFEST)), Fused(), Workers()
+    first, second = ({spec.name: torch.randn(spec.shape).bfloat16() for spec in MANIFEST} for _ in range(2))
+    for spec in MANIFEST:
+        memory.tensor(spec).copy_(first[spec.name])
+    with CopyRecorder(memory, replace(record(1), manifest=manifest)) as recorder:
+        model.load_weights((spec.name, memory.tensor(spec)) for spec in MANIFEST)
+    plan = CopyPlan(model, record(1), recorder)
+    for spec in MANIFEST:
+        memory.tensor(spec).copy_(second[spec.name])
+    for frozen, others in ((False, first), (True, second)):
+        plan.load(memory, workers, frozen=frozen)
+        assert torch.equal(model.gate_up, torch.cat([second["gate"], others["up"]]))
+        assert torch.equal(model.down, others["down"][:, :3])
+    memory.close()
+
+
 @pytest.mark.parametrize(("model", "complete"), [(Fused, True), (Joined, False)])
 def test_values_computed_of_published_tensors_are_refused(model: type[Fused], complete: bool) -> None:
     memory = WeightBuffer.create(buffer_size(MANIFEST))
-    with CopyRecorder(memory) as recorder:
+    with CopyRecorder(memory, record(1)) as recorder:
         model().load_weights((spec.name, memory.tensor(spec)) for spec in MANIFEST)
     assert recorder.complete == complete
     memory.close()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from generator.pull import CopyPlan
 from rl.types import SamplingParams
 from rl.weights.buffer import WeightBuffer
 from rl.weights.receiving_process import ReceivingProcess
@@ -80,6 +81,59 @@ def test_pulled_weights_equal_a_fresh_engines(
         assert [c.logprobs for c in after] != [c.logprobs for c in before]
         assert {version for c in after for version in c.versions} == {3}
         assert engine.version == 3
+
+    asyncio.run(main())
+
+
+def _part_frozen(directory: Path, version: int, frozen: int) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Weights, and the names of those that stay: of the embeddings, and layer 0, where some are fused and packed."""
+    names = [name for name in moved(directory, version) if "layers.0." in name or "embed" in name]
+    fixed = moved(directory, frozen)
+    return {**moved(directory, version), **{name: fixed[name] for name in names}}, names
+
+
+def test_frozen_tensors_are_pulled_once(
+    tmp_path: Path, build_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that has other weights in between, rests, or is told that they changed, gets them again."""
+    directory = served_qwen3(tmp_path / "model", tied=False)
+    engine, store, elsewhere = build_engine(directory, "float32"), FakeStore(), FakeStore()
+    publisher, other = (WeightPublisher(torch.float32, store=each) for each in (store, elsewhere))
+    loaded: list[bool] = []
+    load = CopyPlan.load
+
+    def noted(plan: CopyPlan, memory: Any, workers: Any, *, frozen: bool) -> None:
+        loaded.append(frozen)
+        load(plan, memory, workers, frozen=frozen)
+
+    monkeypatch.setattr(CopyPlan, "load", noted)
+
+    async def check(version: int, frozen: int) -> None:
+        weights, _ = _part_frozen(directory, version, frozen)
+        exported = export(directory, weights, torch.float32, tmp_path / str(version))
+        started_later = build_engine(directory, "float32")
+        await pull(started_later, store, version)
+        expected = [c.logprobs for c in await greedy(build_engine(exported, "float32"))]
+        assert [c.logprobs for c in await greedy(engine)] == expected
+        assert [c.logprobs for c in await greedy(started_later)] == expected
+
+    async def main() -> None:
+        for version in (1, 2, 3):
+            weights, names = _part_frozen(directory, version, 1)
+            await publisher.publish(version, weights.items(), names)
+            await pull(engine, store, version)
+        await other.publish(9, moved(directory, 9).items(), names)
+        await pull(engine, elsewhere, 9)
+        await pull(engine, store, 3)
+        await check(3, 1)
+        await engine.rest(asleep=True)
+        await engine.rest(asleep=False)
+        await pull(engine, store, 3)
+        publisher.forget_frozen()
+        await publisher.publish(4, moved(directory, 4).items(), names)
+        await pull(engine, store, 4)
+        assert loaded == [False, False, True, True, True, True]
+        await check(4, 4)
 
     asyncio.run(main())
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
+from rl.weights.copies import Workers
 from rl.weights.versions import INDEX_KEY, WeightsError, living_versions
 from tests.stores import FakeStore, living, read_buffer
 from trainer.engines.contract.plain_ranks import spawn
@@ -222,6 +223,30 @@ def test_a_buffer_unknown_to_torchstore_is_introduced_later() -> None:
     assert _living(store) == [3, 4]
 
 
+def test_frozen_tensors_are_copied_once_for_each_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again after a checkpoint was loaded, which may have changed them."""
+    num_bytes: list[int] = []
+    copy = Workers.copy
+
+    def counted(workers: Workers, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        num_bytes.append(sum(destination.nbytes for destination, _ in pairs))
+        copy(workers, pairs)
+
+    monkeypatch.setattr(Workers, "copy", counted)
+    store, frozen = FakeStore(), ("columns", "plain")
+    publisher = WeightPublisher(torch.bfloat16, store=store)
+    for version in range(1, 9):
+        if version == 5:
+            publisher.forget_frozen()
+        of = _full(1 if version < 5 else 5)
+        full = {name: of[name] if name in frozen else tensor for name, tensor in _full(version).items()}
+        asyncio.run(publisher.publish(version, full.items(), frozen))
+        _assert_published(store, version, full)
+    whole = 2 * sum(tensor.numel() for tensor in _full(1).values())
+    trained = whole - 2 * sum(_full(1)[name].numel() for name in frozen)
+    assert num_bytes == 2 * [whole, whole, trained, trained]
+
+
 def test_torchstore_keeps_two_versions() -> None:
     store = FakeStore()
     publisher = WeightPublisher(torch.bfloat16, "torchstore", store=store)
@@ -235,7 +260,7 @@ def test_torchstore_keeps_two_versions() -> None:
 
 
 def test_an_unknown_transport_is_named() -> None:
-    with pytest.raises(ValueError, match="'nccl'; it must be one of auto, gpu_memory, shared_memory, network"):
+    with pytest.raises(ValueError, match="'nccl', which is not known; known: auto, gpu_memory, network"):
         WeightPublisher(torch.float32, "nccl")
 
 

@@ -24,7 +24,7 @@ import contextlib
 import re
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,6 +194,11 @@ class Engine(ABC):
         yield every parameter. A gradient is present while it is on the same device as its parameter. This is a
         collective for engines that have to gather parameters.
         """
+
+    @property
+    def frozen_names(self) -> Collection[str]:
+        """The names of parameters that `load_checkpoint` changes and nothing else."""
+        return ()
 
     @abstractmethod
     def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:

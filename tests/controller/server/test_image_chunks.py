@@ -3,15 +3,18 @@
 Covers: controller/server/image_chunks.py
 """
 
+import base64
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tinker
 from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
-from controller.server.image_chunks import image_reader
+from controller.server.config import Limits
+from controller.server.image_chunks import image_reader, image_tokens
 from controller.server.sampling_clients import read_request
 from controller.server.served_models import ServedModel
 from controller.server.wire import read_batch
@@ -20,6 +23,7 @@ from rl.rollouts.rendering import Renderer
 from rl.tiny_models import tiny_qwen3
 from rl.vision.qwen_images import file_bytes
 from rl.vision.tiny_vl import tiny_qwen3_vl
+from tests.controller.server.running_server import running_server
 from tests.controller.server.toy_model import ToyHost
 from tests.vision import WORDS, parts, picture
 
@@ -104,7 +108,44 @@ def test_what_is_not_supported_with_images_is_refused(model: Path, served: Serve
     training.data[0].model_input[1].image.override_dimensions.width = 32
     with pytest.raises(ValueError, match="an image with override_dimensions; resize the image in its place"):
         read_batch(training, {}, served.read_image)
-    pointer = types.ImageAssetPointerChunk(format="png", location="a.png")
-    pointed = sampling.model_copy(update={"prompt": types.ModelInput(chunks=[pointer])})
-    with pytest.raises(ValueError, match="image_asset_pointer; this server samples from text and the bytes of images"):
-        read_request(pointed, served)
+    audio = types.ModelInput(chunks=[types.DmelChunk(dmel=b"")])
+    with pytest.raises(ValueError, match="of kind dmel; this server samples from text and images"):
+        read_request(sampling.model_copy(update={"prompt": audio}), served)
+
+
+def test_the_sdk_samples_from_pointers(model: Path, tmp_path: Path) -> None:
+    """The log-probs of a prompt with a pointer are those of one with the bytes; files elsewhere are none."""
+    folder, start = tmp_path / "images", types.EncodedTextChunk(tokens=[3])
+    folder.mkdir()
+    for place in (folder / "a.png", tmp_path / "secret.png"):
+        place.write_bytes(FILE)
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+
+    def prompt(location: str, expected: int = 6) -> types.ModelInput:
+        pointer = types.ImageAssetPointerChunk(format="png", location=location, expected_tokens=expected)
+        return types.ModelInput(chunks=[start, pointer, start])
+
+    with running_server(tmp_path / "server", read_image=image_reader(model, folder), vocab_size=64) as server:
+        sampling = server.client().create_sampling_client(base_model="toy").result()
+        bytes_ = types.ImageChunk(data=FILE, format="png", expected_tokens=6)
+        expected = sampling.compute_logprobs(types.ModelInput(chunks=[start, bytes_, start])).result()
+        url = f"data:image/png;base64,{base64.b64encode(FILE).decode()}"
+        for location in ("a.png", str(folder / "a.png"), url):
+            assert sampling.compute_logprobs(prompt(location)).result() == expected
+        outside = (str(tmp_path / "secret.png"), "../secret.png", "link.png", "none.png", "http://example.org/a.png")
+        for location in (*outside, ".", "a" * 300):
+            with pytest.raises(tinker.RequestFailedError, match="name a file within the server's --limits"):
+                sampling.compute_logprobs(prompt(location)).result()
+        with pytest.raises(tinker.RequestFailedError, match="expected_tokens is 7; this model reads it as 6 tokens"):
+            sampling.compute_logprobs(prompt("a.png", 7)).result()
+        target = types.TensorData(data=[3] * 8, dtype="int64", shape=[8])
+        datum = types.Datum(model_input=prompt("a.png"), loss_fn_inputs={"target_tokens": target})
+        training = server.client().create_lora_training_client(base_model="toy", rank=4).result()
+        with pytest.raises(ValueError, match="Unsupported model input chunk type: ImageAssetPointerChunk"):
+            training.forward_backward([datum], "cross_entropy").result()
+    read_image = image_reader(model)
+    assert read_image is not None
+    with pytest.raises(ValueError, match="image-folder; send an ImageChunk"):
+        image_tokens("prompt", "a.png", None, read_image)
+    with pytest.raises(ValueError, match=r"image_folder is .*; it must be a folder that exists"):
+        Limits(image_folder=tmp_path / "none")

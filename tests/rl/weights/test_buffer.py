@@ -6,6 +6,7 @@ Covers: rl/weights/buffer.py
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,20 +93,23 @@ def test_the_newest_push_of_a_version_is_found() -> None:
 
 def test_a_reader_sees_what_was_written_and_only_that_version() -> None:
     buffer = WeightBuffer.create(buffer_size(MANIFEST))
-    assert held_version(buffer.location) is None
+    assert held_version(_record(buffer, 0), buffer.location) is None
     first = _write(buffer, 1)
-    assert held_version(buffer.location) == (1, 1)
+    assert held_version(_record(buffer, 0), buffer.location) == first
     reader = WeightBuffer.open(buffer.location)
     with reader.reading(first):
-        assert held_version(buffer.location) == (1, 1)
+        assert held_version(first, buffer.location) == first
         assert all((reader.tensor(spec) == 1).all() for spec in MANIFEST)
         with pytest.raises(WeightsError, match=r"kept the weight buffer locked for 0\.05 s"):
             buffer.begin_write(timeout_s=0.05)
     second = _write(buffer, 2)
     with pytest.raises(UnknownVersionError, match="its buffer holds version 2 by now"), reader.reading(first):
         pass
+    other = replace(second, frozen_id=bytes(range(16)))
+    with pytest.raises(UnknownVersionError, match="no longer kept"), reader.reading(other):
+        pass
     buffer.begin_write(timeout_s=1)
-    assert held_version(buffer.location) is None
+    assert held_version(first, buffer.location) is None
     with pytest.raises(UnknownVersionError, match="it or a newer one is being written"), reader.reading(second):
         pass
     buffer.abandon_write()
@@ -205,7 +209,7 @@ def test_a_killed_writers_buffer_is_refused_and_then_freed() -> None:
         with pytest.raises(WeightsError, match=f"process {location[0]}, which is gone"):
             WeightBuffer.open(location)
         with pytest.raises(WeightsError, match=f"process {location[0]}, which is gone"):
-            held_version(location)
+            held_version(_record(reader, 1), location)
     finally:
         _end(writer)
 

@@ -78,10 +78,10 @@ def test_gpu_logic_buffers_are_pinned_while_they_are_open(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     owner = WeightBuffer.create(4096)
     reader = WeightBuffer.open(owner.location)
-    address = owner.data.data_ptr()
+    address = owner.parts[0].data_ptr()
     owner.pin()
     reader.pin()
-    assert log == [(address, 4096, 1), (reader.data.data_ptr(), 4096, 1 | 8)]  # portable; and read-only
+    assert log == [(address, 4096, 1), (reader.parts[0].data_ptr(), 4096, 1 | 8)]  # portable; and read-only
     for buffer in (owner, reader):
         buffer.close()
     told = capsys.readouterr().out
@@ -89,7 +89,7 @@ def test_gpu_logic_buffers_are_pinned_while_they_are_open(
         assert len(log) == 2
         assert "not pinned, which is slower: CUDA refused to pin 0.0 GB (error 801)" in told
     else:
-        assert log[2:] == [(address,), (reader.data.data_ptr(),)]
+        assert log[2:] == [(address,), (reader.parts[0].data_ptr(),)]
         assert not told
 
 
@@ -100,7 +100,7 @@ def test_weights_go_to_the_host_and_back_through_pinned_memory(capsys: pytest.Ca
     buffer.pin()
     assert "not pinned" not in capsys.readouterr().out
     weights = torch.randn(1 << 20, device="cuda")
-    on_host = buffer.data[: 1 << 21].view(torch.bfloat16)
+    on_host = buffer.parts[0][: 1 << 21].view(torch.bfloat16)
     assert on_host.is_pinned()
     copies.copy([(on_host, weights)])
     back = torch.zeros(1 << 20, device="cuda", dtype=torch.bfloat16)

@@ -82,7 +82,7 @@ def test_parts_arrive_once_cast_and_with_their_places(
     monkeypatch.setattr(links, "LINKS", num_links)
     monkeypatch.setattr(links, "PART_BYTES", part_bytes)
     server, shards = Server(num_links), OwnShards()
-    shards.hold(_shards(), MANIFEST)
+    shards.hold(_shards(), MANIFEST, b"")
     sent = shards.send(server.route, sums_wanted=True)
     server.join()
     assert (sent.num_links, len(server.received)) == (num_links, num_parts)
@@ -102,7 +102,7 @@ def test_what_cannot_be_cast_ends_the_push(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(links, "LINKS", 1)
     server, shards = Server(0), OwnShards()
     columns = TENSORS[1][:20, 2:5]
-    shards.hold([Shard("columns", TENSORS[1], columns, (slice(0, 30), slice(2, 5)))], MANIFEST)
+    shards.hold([Shard("columns", TENSORS[1], columns, (slice(0, 30), slice(2, 5)))], MANIFEST, b"")
     with pytest.raises(RuntimeError, match="shape"):
         shards.send(server.route, sums_wanted=False)
     server.join()
@@ -111,7 +111,7 @@ def test_what_cannot_be_cast_ends_the_push(monkeypatch: pytest.MonkeyPatch) -> N
 def test_tensors_are_let_go_after_a_push() -> None:
     shards, scale = OwnShards(), torch.tensor(7)
     kept = weakref.ref(scale)
-    shards.hold([Shard("scale", scale, scale, ())], MANIFEST)
+    shards.hold([Shard("scale", scale, scale, ())], MANIFEST, b"")
     del scale
     assert kept() is not None
     shards.release()

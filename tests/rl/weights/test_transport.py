@@ -19,6 +19,7 @@ from rl.system.hardware import host_identity
 from rl.weights.receiving_process import ReceivingProcess
 from rl.weights.transport import TRANSPORTS, Sender, Shard, WeightMemory, load_transport
 from rl.weights.versions import (
+    Manifest,
     UnknownVersionError,
     VersionIndex,
     VersionRecord,
@@ -47,18 +48,18 @@ def _weights(version: int) -> dict[str, torch.Tensor]:
     return {spec.name: torch.full(spec.shape, float(version)) for spec in MANIFEST}
 
 
-def _sender(name: str, store: FakeStore) -> Sender:
+def _sender(name: str, store: FakeStore, manifest: Manifest = MANIFEST) -> Sender:
     async def get_store() -> FakeStore:
         return store
 
     if name == "network":
         register(store, host_entry(ReceivingProcess()))
     sender = load_transport(name).sender(VersionIndex(get_store), reader_timeout_s=5.0, asked=True)
-    asyncio.run(sender.prepare(MANIFEST))
+    asyncio.run(sender.prepare(manifest))
     return sender
 
 
-def _send(sender: Sender, name: str, version: int, shards: Sequence[Shard] = ()) -> VersionRecord:
+def _send(sender: Sender, name: str, version: int, shards: Sequence[Shard] = (), **fields: Any) -> VersionRecord:
     record = VersionRecord(
         version=version,
         push_index=version - 1,
@@ -70,7 +71,7 @@ def _send(sender: Sender, name: str, version: int, shards: Sequence[Shard] = ())
         full_checksums=False,
     )
     shards = shards or [Shard(tensor_name, tensor, tensor, ()) for tensor_name, tensor in _weights(version).items()]
-    return asyncio.run(sender.send(record, shards))[0]
+    return asyncio.run(sender.send(replace(record, **fields), shards))[0]
 
 
 def _receive(name: str, record: VersionRecord, store: FakeStore) -> list[dict[str, torch.Tensor] | Exception]:
@@ -117,6 +118,27 @@ def test_the_two_newest_versions_arrive_on_every_rank(name: str) -> None:
             assert isinstance(tensors, dict)
             for spec in MANIFEST:
                 assert torch.equal(tensors[spec.name], _weights(version)[spec.name].to(spec.dtype))
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_frozen_tensors_are_sent_once(name: str) -> None:
+    """Later shards of them hold something else, which must arrive nowhere. Each of two buffers takes them."""
+    store, times, values = FakeStore(), 2 if name.endswith("memory") else 1, dict[int, float]()
+    manifest = tuple(replace(spec, frozen=spec.name == "b") for spec in MANIFEST)
+    sender = _sender(name, store, manifest)
+    for version in range(1, 9):
+        values[version] = value = 5.0 if version < 5 else 7.0
+        b = torch.full((5,), value if (version - 1) % 4 < times else -1.0)
+        shards = [Shard(each, tensor, tensor, ()) for each, tensor in {**_weights(version), "b": b}.items()]
+        _send(sender, name, version, shards, manifest=manifest, frozen_id=bytes([int(value)] * 16))
+        for record in living(store):
+            assert record.frozen_id == bytes([int(values[record.version])] * 16)
+            for received in _receive(name, record, store):
+                assert isinstance(received, dict)
+                assert torch.equal(received["a"], _weights(record.version)["a"].bfloat16())
+                assert torch.equal(received["b"], torch.full((5,), values[record.version]))
+    if name == "torchstore":  # the index, "a" of two versions, "b" of both
+        assert len(store.values) == 4
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)

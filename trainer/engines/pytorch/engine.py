@@ -9,7 +9,7 @@ hooks, and no hook calls a public method.
 
 import contextlib
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,10 @@ class TorchEngine(Engine):
 
     def hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
         return self._named_parameters()
+
+    @property
+    def frozen_names(self) -> Collection[str]:
+        return self._buffers().keys()
 
     def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
         size_bytes = 12 * sum(p.numel() for p in self._parameters.values())  # parameters and moments, 4 bytes each

@@ -22,7 +22,7 @@ from rl.data.packing import PackedRow
 from rl.lora import LoRAConfig, check_adapter_name, tensor_name
 from rl.losses import Loss
 from rl.system.model_files import weight_files
-from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
+from rl.types import ForwardBackwardOutput
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine, Microbatch, PeakMemory
 from trainer.engines.pytorch import checkpoint
@@ -88,12 +88,10 @@ class FrozenBase(Engine):
         self._engine.hooks = self.hooks
         return self._engine.forward(microbatches, entropy=entropy)
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
-        del microbatches, loss
+    def forward_backward(self, *_: Any, **__: Any) -> NoReturn:
         self._refuse("forward_backward")
 
-    def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
-        del params, grad_scale
+    def optim_step(self, *_: Any, **__: Any) -> NoReturn:
         self._refuse("optim_step")
 
     def zero_grad(self) -> None:
@@ -111,22 +109,19 @@ class FrozenBase(Engine):
     def hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
         return self._engine.hf_parameters()
 
-    def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
-        del path, asynchronous, keep_last
+    def save_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
         self._refuse("save_checkpoint")
 
     def wait_for_checkpoint(self) -> None:
         """Does nothing, because none is written."""
 
-    def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
-        del path, weights_only
+    def load_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
         self._refuse("load_checkpoint")
 
     def export_hf(self, path: Path, dtype: torch.dtype) -> None:
         self._engine.export_hf(path, dtype)
 
-    def export_peft(self, path: Path, dtype: torch.dtype) -> None:
-        del path, dtype
+    def export_peft(self, *_: Any, **__: Any) -> NoReturn:
         self._refuse("export_peft")
 
     def _refuse(self, verb: str) -> NoReturn:
