@@ -41,11 +41,6 @@ def check_tensor_parallel(config: TrainerConfig, settings: Mapping[str, Any]) ->
                 f"TrainerConfig.{name} is {found!r} and tensor_parallel is {degree}; for a model that reads images "
                 f"{name} must be {accepted!r}"
             )
-    if config.lora is not None and config.train_vision:
-        raise ValueError(
-            f"TrainerConfig.train_vision is True, lora is given, and tensor_parallel is {degree}; adapters of the "
-            "parameters that read images need tensor_parallel 1. data_parallel_shard works with them"
-        )
 
 
 def check_gemma3(config: TrainerConfig, settings: Mapping[str, Any]) -> None:

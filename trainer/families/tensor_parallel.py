@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from trainer.engines.pytorch.low_rank import Adaptable
+
 _LANGUAGE = "language_model"
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _ROWS = ("o_proj", "down_proj")
@@ -23,16 +25,15 @@ _OF_HEADS = ("q_norm", "k_norm")
 
 def split(model: Any, mesh: DeviceMesh) -> Sequence[nn.Module]:
     """The `rl.system.hf_config.VisionParts.split` of Qwen2.5-VL, Qwen3-VL and Gemma 3."""
-    base, head = model.base_model, model.get_output_embeddings()
-    tied = head.weight is base.get_input_embeddings().weight
+    base = model.base_model
     for name, module in base.get_submodule(_LANGUAGE).named_modules():
         if next(module.parameters(recurse=False), None) is not None:
             parallelize_module(module, mesh, _style(name.rpartition(".")[2]))
-    if tied:
-        model.tie_weights()
-    else:
-        parallelize_module(head, mesh, ColwiseParallel())
+    # As the embedding's, so that the two can be tied once the weights have memory.
+    parallelize_module(model.get_output_embeddings(), mesh, ColwiseParallel())
     tower = [part for name, part in base.named_children() if name != _LANGUAGE]
+    for layer in (each for part in tower for each in part.modules() if isinstance(each, Adaptable)):
+        layer.num_alike = mesh.size()
     trained = [part for part in tower if any(parameter.requires_grad for parameter in part.parameters())]
     blocks = [each for part in trained for each in part.modules() if type(each).__name__ in model._no_split_modules]
     return [*blocks, *trained]

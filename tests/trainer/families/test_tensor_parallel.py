@@ -3,6 +3,7 @@
 Covers: trainer/families/tensor_parallel.py
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainer.engines.model_check import check_model
 
 QWEN3, QWEN2_5, GEMMA3 = WITH_IMAGES
 LANGUAGE = LoRAConfig(rank=4, alpha=2.0)
+NO_LANGUAGE = replace(LANGUAGE, train_attn=False, train_mlp=False, train_unembed=False)
 LOSS = get_loss("importance_sampling")
 STEP = AdamParams(learning_rate=1e-2, eps=1e-2)  # with a smaller eps, rounding errors would become whole steps
 WHOLE: dict[str, Any] = {"train_vision": True}
@@ -66,6 +68,8 @@ def run_rank(rank: int, model: Path, options: dict[str, Any], folder: Path) -> N
                 (QWEN3, {**WHOLE, "data_parallel_shard": 2, "activation_checkpointing": "full"}),
                 (GEMMA3, {**WHOLE, "data_parallel_replicate": 2}),
                 (QWEN2_5, {"lora": LANGUAGE, "data_parallel_shard": 2}),
+                *((name, {"lora": LANGUAGE, **WHOLE}) for name in WITH_IMAGES),
+                (GEMMA3, {"lora": NO_LANGUAGE, **WHOLE, "data_parallel_shard": 2}),
             )
         ),
     ],
@@ -96,7 +100,6 @@ def test_ranks_compute_what_one_does(name: str, options: dict[str, Any], tmp_pat
         ({"tensor_parallel": 4}, "tensor_parallel is 4, which does not divide the model's num_attention_heads 2; it"),
         ({"sequence_parallel": True}, "sequence_parallel is True and tensor_parallel is 2; for a model that reads im"),
         ({"head": "value"}, "head is 'value' and tensor_parallel is 2; for a model that reads images head must be 'lm"),
-        ({"lora": LANGUAGE, **WHOLE}, "adapters of the parameters that read images need tensor_parallel 1. data_par"),
         ({"context_parallel": 2}, "context_parallel is 2; engine 'fsdp2' only shards data, so it must be 1"),
     ],
 )

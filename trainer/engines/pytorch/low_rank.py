@@ -50,6 +50,8 @@ class Adaptable(nn.Linear):
     """The layer's Hugging Face name, such as `model.layers.0.self_attn.q_proj`."""
     low_rank: LowRank | None = None
     """The adapter in use. A tuple, so that its parameters do not become the layer's."""
+    num_alike: int = 1
+    """Ranks that compute the layer whole, of the same inputs. Their gradients of an adapter are equal."""
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[..., in] -> [..., out]"""
