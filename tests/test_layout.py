@@ -42,7 +42,7 @@ MAX_LOOP_IMPORTS = 10
 MAX_FILE_LINES = 400  # more than 300 only where the file serves one idea
 # The numbers of tests/house.py, as they are. They may fall.
 MOST = {
-    "product files": 358,
+    "product files": 357,
     "core files": 217,
     "core lines": 35_360,
     "files under 70 lines with one importer": 1,
