@@ -1,12 +1,13 @@
 """What tests of images share: random pictures, datums with images, and transformers one document at a time."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
@@ -21,12 +22,29 @@ WITH_IMAGES = {
     "Gemma3ForConditionalGeneration": tiny_gemma3,
 }
 """Architectures that read images; tests/trainer/engines/test_image_rows.py has them."""
+UNSEEN = tuple(f"vision_tower.vision_model.encoder.layers.{layer}.self_attn.k_proj.bias" for layer in range(2))
+"""Adding the same to all keys changes no attention, so that the gradients of these in Gemma 3 are rounding."""
 WORDS = ("what", "colour", "red", "blue", "square")
+
+
+def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Relative errors of gradients."""
+    assert found.keys() == expected.keys()
+    scales = {name: expected[name.replace("k_proj", "q_proj") if name.endswith(UNSEEN) else name] for name in expected}
+    return {name: float((found[name] - expected[name]).norm() / scales[name].norm()) for name in expected}
 
 
 def picture(height: int, width: int, seed: int = 0) -> Image.Image:
     """Random pixels."""
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def photo(height: int, width: int, orientation: int) -> bytes:
+    """A JPEG that is stored with these sides, and EXIF that says how to turn it (1 to 8; 1 stays as it is)."""
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    picture(height, width).save(file, "JPEG", exif=exif)
+    return file.getvalue()
 
 
 def parts(*contents: str | tuple[int, int]) -> list[dict[str, Any]]:

@@ -62,6 +62,9 @@ class VisionParts:
     """Beginnings of parameters' names in transformers -> in checkpoints, where they differ."""
     adaptable: str = ""
     """Of a generator: a function of the settings -> vLLM's names of the projections that adapters may change."""
+    split: str = ""
+    """Of the trainer: a function (model, mesh) that divides the language model over tensor-parallel ranks, and returns
+    the trained modules that each of them computes alike, blocks first. Only `fsdp2` calls it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +76,8 @@ class ModelFamily:
     engines: tuple[str, ...] = ("fsdp2",)
     """The engines that train it."""
     check: str = ""
-    """A function, as an importable name `module:function`, that raises ValueError for settings (of `read_config`) that
-    are not proven. The controller imports it, so its module must not import torch."""
+    """A function (TrainerConfig, settings of `read_config`), as an importable name `module:function`, that raises
+    ValueError for what is not proven. The controller imports it, so its module must not import torch."""
     decoder: str = ""
     """For the engine torchtitan: a function of settings that returns a `trainer.engines.decoder_config.DecoderConfig`,
     and raises ValueError for what is not proven. Like `check` it must not import torch."""

@@ -5,13 +5,14 @@ The chat template puts one token where an image is. It is repeated here, once fo
 
 import base64
 import binascii
+import contextlib
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rl.images import PlacedImage, TokensWithImages
 from rl.system.hf_config import read_config_file
@@ -80,7 +81,7 @@ def places_of(tokens: Sequence[int], mark: int, num_images: int) -> list[int]:
 
 
 def file_bytes(source: Any) -> bytes:
-    """The bytes of an image's file. An image of Pillow becomes a PNG.
+    """The bytes of an image's file. An image of Pillow becomes a PNG, turned as its EXIF says.
 
     A mapping with `bytes` or `path`, as `datasets` makes of a column of images, stands for the first that it has.
     Raises ValueError for anything else, for a file that cannot be read, and for an address in a network: the controller
@@ -91,7 +92,7 @@ def file_bytes(source: Any) -> bytes:
         source = fields.get("bytes") or fields.get("path")
     if isinstance(source, Image.Image):
         file = io.BytesIO()
-        source.save(file, "PNG")
+        _upright(source).save(file, "PNG")
         return file.getvalue()
     if isinstance(source, bytes | bytearray):
         return bytes(source)
@@ -118,11 +119,25 @@ def _data_url(url: str) -> bytes:
 
 
 def pixels(data: bytes) -> Image.Image:
-    """The whole image, decoded, in RGB. Raises ValueError for a file that is broken or of no known format."""
+    """The whole image, decoded, in RGB, turned as its EXIF says.
+
+    Raises ValueError for a file that is broken or of no known format.
+    """
     try:
         with Image.open(io.BytesIO(data)) as image:
-            return image.convert("RGB")
+            return _upright(image).convert("RGB")
     except UnidentifiedImageError:
         raise ValueError(f"an image of {len(data)} bytes is in no format that Pillow knows") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"an image of {len(data)} bytes is broken: {error}") from None
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """The image as a viewer shows it: cameras store photos lying, and say in EXIF how to turn them.
+
+    transformers' and vLLM's readers turn them too. A photo whose EXIF cannot be read stays as it is stored.
+    """
+    image.load()  # raises for a broken file
+    with contextlib.suppress(Exception):  # Pillow's errors for broken EXIF are of many kinds
+        return ImageOps.exif_transpose(image)
+    return image

@@ -39,7 +39,7 @@ from tests.generator.conftest import engine_factory
 from tests.generator.published import export, moved, pull
 from tests.generator.running import run_paced, started, versions_of
 from tests.stores import FakeStore
-from tests.vision import WITH_IMAGES, WORDS, ImageReference, image_batch, image_datum, parts, picture
+from tests.vision import WITH_IMAGES, WORDS, ImageReference, image_batch, image_datum, parts, photo, picture
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
@@ -171,8 +171,8 @@ async def check_chat(engine: GenerationEngine, model: Path) -> None:
         return status, json.loads(answer)
 
     prompt: tuple[int, ...] = ()
-    for image in (picture(75, 52), transparent(96, 64), picture(64, 64)):
-        file = file_bytes(image)
+    images = (picture(75, 52), transparent(96, 64), photo(32, 64, 6), picture(64, 64))
+    for file in map(file_bytes, images):
         parts = [{"type": "text", "text": " what "}, {"type": "image", "image": file}]
         prompt = Renderer(model).encode([{"role": "user", "content": parts}])
         (expected,) = await engine.generate(prompt, SamplingParams(max_tokens=6, temperature=0))

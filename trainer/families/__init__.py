@@ -9,24 +9,45 @@ from dataclasses import replace
 from typing import Any
 
 from rl.system.hf_config import ModelFamily, VisionParts
+from trainer.config import TrainerConfig
 
 _TORCHVISION = "generator.image_prompts:prepare_process"
 
 
-def check_routers(config: Mapping[str, Any]) -> None:
+def check_routers(config: TrainerConfig, settings: Mapping[str, Any]) -> None:
     """The `check` of DeepSeek-V3: transformers has one kind of router, and vLLM takes another where none is named."""
+    del config
     for key, needed in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if config.get(key) != needed:
+        if settings.get(key) != needed:
             raise ValueError(
-                f"config.json: {key} is {config.get(key)!r}; it must be {needed!r}, or trainer and generator would "
+                f"config.json: {key} is {settings.get(key)!r}; it must be {needed!r}, or trainer and generator would "
                 "choose experts in different ways"
             )
 
 
-def check_image_size(config: Mapping[str, Any]) -> None:
+def check_tensor_parallel(config: TrainerConfig, settings: Mapping[str, Any]) -> None:
+    """The `check` of Qwen2.5-VL and Qwen3-VL: what ranks that share a language model can divide, and what is proven."""
+    if (degree := config.tensor_parallel) == 1:
+        return
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        if settings[name] % degree:
+            raise ValueError(
+                f"TrainerConfig.tensor_parallel is {degree}, which does not divide the model's {name} "
+                f"{settings[name]}; it must divide that"
+            )
+    for name, accepted in (("sequence_parallel", False), ("head", "lm")):
+        if (found := getattr(config, name)) != accepted:
+            raise ValueError(
+                f"TrainerConfig.{name} is {found!r} and tensor_parallel is {degree}; for a model that reads images "
+                f"{name} must be {accepted!r}"
+            )
+
+
+def check_gemma3(config: TrainerConfig, settings: Mapping[str, Any]) -> None:
     """The `check` of Gemma 3: vLLM attends from an image's tokens to all of them, and transformers within a window."""
-    num_tokens, window = config.get("mm_tokens_per_image", 256), config.get("sliding_window", 4096)
-    vision = config["vision_config"]
+    check_tensor_parallel(config, settings)
+    num_tokens, window = settings.get("mm_tokens_per_image", 256), settings.get("sliding_window", 4096)
+    vision = settings["vision_config"]
     num_patches = (vision.get("image_size", 224) // vision.get("patch_size", 16)) ** 2  # SigLIP's defaults
     if num_patches != 16 * num_tokens:
         raise ValueError(
@@ -76,6 +97,7 @@ QWEN3_5 = ModelFamily(
 )
 QWEN3_VL = ModelFamily(
     architectures=("Qwen3VLForConditionalGeneration",),
+    check="trainer.families:check_tensor_parallel",
     engine_args={
         "limit_mm_per_prompt": {"video": 0},
         # Patches come ready-made and normalised, so vLLM has none to keep.
@@ -91,6 +113,7 @@ QWEN3_VL = ModelFamily(
         prompt="generator.image_prompts:engine_prompt",
         tower=("model.visual.",),
         adaptable="generator.image_prompts:adaptable",
+        split="trainer.families.tensor_parallel:split",
     ),
 )
 assert QWEN3_VL.vision is not None
@@ -101,7 +124,7 @@ QWEN2_5_VL = replace(
 )
 GEMMA3 = ModelFamily(
     architectures=("Gemma3ForConditionalGeneration",),
-    check="trainer.families:check_image_size",
+    check="trainer.families:check_gemma3",
     # The CPU computes a prompt with images in one step; see generator/cpu/image_attention.py.
     engine_args={**QWEN3_VL.engine_args, "limit_mm_per_prompt": {}, "enable_prefix_caching": False},
     prepare_process=_TORCHVISION,
@@ -111,6 +134,7 @@ GEMMA3 = ModelFamily(
         prompt="generator.image_prompts:gemma_prompt",
         tower=("model.vision_tower.", "model.multi_modal_projector."),
         adaptable="generator.image_prompts:adaptable",
+        split="trainer.families.tensor_parallel:split",
         renamed={
             "model.language_model.": "language_model.model.",
             "model.vision_tower.": "vision_tower.vision_model.",

@@ -15,7 +15,8 @@ from rl.images import images_of
 from rl.rollouts.rendering import Renderer
 from rl.vision.tiny_vl import tiny_gemma3
 from tests.vision import WORDS, parts, picture
-from trainer.families import check_image_size
+from trainer.config import TrainerConfig
+from trainer.families import check_gemma3
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +71,8 @@ def test_what_is_not_supported_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="do_pan_and_scan is true in the processor's settings, which cuts images"):
         Renderer(cuts).encode(parts((64, 64)))
     published = {"mm_tokens_per_image": 256, "vision_config": {"image_size": 896, "patch_size": 14}}
-    check_image_size({**published, "sliding_window": 1024})
+    check_gemma3(TrainerConfig(), {**published, "sliding_window": 1024})
     with pytest.raises(ValueError, match="mm_tokens_per_image is 256 and sliding_window 128; an image must fit into"):
-        check_image_size({**published, "sliding_window": 128})
+        check_gemma3(TrainerConfig(), {**published, "sliding_window": 128})
     with pytest.raises(ValueError, match="mm_tokens_per_image is 64, and an image has 4096 patches; vLLM"):
-        check_image_size({**published, "mm_tokens_per_image": 64})
+        check_gemma3(TrainerConfig(), {**published, "mm_tokens_per_image": 64})

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from transformers.image_utils import load_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from generator.config import GeneratorConfig, check_request
@@ -33,7 +34,7 @@ from rl.types import Completion, Group, Rollout, SamplingParams, Turn
 from rl.vision.qwen_images import file_bytes, pixels
 from rl.vision.tiny_vl import IMAGE_TOKEN, tiny_qwen2_5_vl, tiny_qwen3_vl
 from tests.rl.envs.test_tools import Sums, call
-from tests.vision import WORDS, image_datum, parts, picture
+from tests.vision import WORDS, image_datum, parts, photo, picture
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,23 @@ def test_every_form_of_an_image_is_the_same(model: Path, tmp_path: Path) -> None
     path.write_bytes(data)
     forms = [data, path, str(path), url, {"bytes": data, "path": None}]
     assert [file_bytes(form) for form in forms] == [data] * len(forms)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_photos_are_turned_as_their_exif_says(tmp_path: Path, orientation: int) -> None:
+    path, data = tmp_path / "photo.jpg", photo(32, 64, orientation)
+    path.write_bytes(data)
+    expected = load_image(str(path))
+    assert expected.size == ((64, 32) if orientation < 5 else (32, 64))
+    for each in (data, file_bytes(Image.open(path))):
+        assert np.array_equal(np.asarray(pixels(each)), np.asarray(expected))
+
+
+def test_a_photo_with_broken_exif_stays_as_it_is() -> None:
+    data = photo(32, 64, 6)
+    broken = data.replace(b"Exif\0\0MM", b"Exif\0\0??")
+    assert broken != data
+    assert pixels(broken).tobytes() == pixels(photo(32, 64, 1)).tobytes()
 
 
 def test_replies_and_given_answers_may_follow_images(model: Path) -> None:

@@ -22,7 +22,7 @@ from rl.system.model_files import stored_shapes
 from rl.tiny_models import tiny_llama
 from rl.types import AdamParams, Datum
 from tests.trainer.adapters import randomize
-from tests.vision import WITH_IMAGES, WORDS, ImageReference, image_batch, image_datum, parts
+from tests.vision import UNSEEN, WITH_IMAGES, WORDS, ImageReference, errors, image_batch, image_datum, parts
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
@@ -41,8 +41,6 @@ RENAMED = {
     },
 }
 WITH_AXES = ("Qwen3VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
-UNSEEN = tuple(f"vision_tower.vision_model.encoder.layers.{layer}.self_attn.k_proj.bias" for layer in range(2))
-"""Adding the same to all keys changes no attention, so that these gradients are rounding."""
 PEFT = "base_model.model."
 LANGUAGE = LoRAConfig(rank=4, alpha=2.0)
 NO_LANGUAGE = replace(LANGUAGE, train_attn=False, train_mlp=False, train_unembed=False)
@@ -65,12 +63,6 @@ def engine_of(model: Path, **options: object) -> Engine:
 
 def gradients(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in engine.hf_parameters() if p.grad is not None}
-
-
-def errors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    assert found.keys() == expected.keys()
-    scales = {name: expected[name.replace("k_proj", "q_proj") if name.endswith(UNSEEN) else name] for name in expected}
-    return {name: float((found[name] - expected[name]).norm() / scales[name].norm()) for name in expected}
 
 
 def test_a_row_is_transformers_document_by_document(name: str, model: Path) -> None:

@@ -25,7 +25,7 @@ FAMILY = """
 from rl.system.hf_config import ModelFamily
 
 
-def check(config):
+def check(trainer, config):
     if config["attention_bias"]:
         raise ValueError("config.json: attention_bias is true; this family has no biases")
 

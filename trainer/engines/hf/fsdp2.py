@@ -1,13 +1,13 @@
 """The fsdp2 engine: any causal language model of transformers under torch's `fully_shard`.
 
-Data parallelism only: sharded (FSDP2), replicated, or both (HSDP). With one rank nothing is sharded. Attention is
-transformers' own, with a mask that separates documents, so a prefix that datums share is computed once per datum.
+Data parallelism: sharded (FSDP2), replicated, or both (HSDP). Families that read images bring tensor parallelism. With
+one rank nothing is sharded. Attention is transformers' own, with a mask that separates documents, so a prefix that
+datums share is computed once per datum.
 """
 
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -30,13 +30,8 @@ class Fsdp2Engine(TorchEngine):
         torch.manual_seed(config.seed)
         init_process_group(config, device)
         dtype = DTYPES[config.compute_dtype]
-        self._policy = TransformersPolicy(
-            config.model,
-            config.head,
-            dtype,
-            config.head_dtype,
-            train_vision=config.train_vision and not config.is_frozen,
-        )
+        trained = config.train_vision and not config.is_frozen
+        self._policy = TransformersPolicy(config.model, config.head, dtype, config.head_dtype, train_vision=trained)
         if config.activation_checkpointing == "full":
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         if config.is_frozen:
@@ -66,19 +61,19 @@ class Fsdp2Engine(TorchEngine):
 
 def _shard(policy: TransformersPolicy, config: TrainerConfig, device: torch.device) -> None:
     """Shards every block of the model, and the rest of it as one more block."""
-    assert config.num_ranks == dist.get_world_size()
-    mesh = init_device_mesh(
-        device.type,
-        (config.data_parallel_replicate, config.data_parallel_shard),
-        mesh_dim_names=("replicate", "shard"),
-    )
-    if config.data_parallel_replicate == 1:
-        mesh = mesh["shard"]
+    degrees = (config.data_parallel_replicate, config.data_parallel_shard, config.tensor_parallel)
+    mesh = init_device_mesh(device.type, degrees, mesh_dim_names=("replicate", "shard", "tensor"))
+    alike = policy.split(mesh["tensor"]) if config.tensor_parallel > 1 else ()
+    of_data = mesh["replicate", "shard"] if config.data_parallel_replicate > 1 else mesh["shard"]
+    # All ranks share what tensor-parallel ranks compute alike, and each of these adds its whole gradient to the sum.
+    of_all = init_device_mesh(device.type, (config.num_ranks,)) if alike else of_data
+    units = [(module, of_all, config.tensor_parallel) for module in alike]
+    units += [(module, of_data, 1) for module in (*policy.layers(), policy) if module not in alike]
     # Without `output_dtype`, hidden states and logits keep the dtype in which they are computed.
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[config.compute_dtype], reduce_dtype=torch.float32)
-    for module in [*policy.layers(), policy]:
-        sharded = fully_shard(module, mesh=mesh, mp_policy=precision, ignored_params=policy.frozen_parts())
+    for module, sharing, times in units:
+        sharded = fully_shard(module, mesh=sharing, mp_policy=precision, ignored_params=policy.frozen_parts())
         assert isinstance(sharded, FSDPModule)
         # Gradients are sums over ranks, and gloo has no reduction that also scales.
-        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_gradient_divide_factor(times)
         sharded.set_force_sum_reduction_for_comms(True)

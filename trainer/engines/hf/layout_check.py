@@ -14,7 +14,8 @@ from trainer.engines.model_check import ModelLimits
 def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
     """The `LayoutCheck` of both engines."""
     _check_options(config)
-    _check_parallelism(config)
+    vision = vision_of(hf_config)
+    _check_parallelism(config, splits=vision is not None and bool(vision.split) and config.engine == "fsdp2")
     _check_experts(config, hf_config)
     if not isinstance(hf_config.get("vocab_size"), int):
         raise ValueError(f"{config.model / 'config.json'} lacks 'vocab_size'")
@@ -26,13 +27,13 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
                 f"{' and '.join(map(repr, family.engines))} can train"
             )
         if family.check:
-            resolve_name(family.check)(hf_config)
+            resolve_name(family.check)(config, hf_config)
     if not backbones & set(proven_architectures()):
         _check_unproven(config, sorted(backbones))
     return ModelLimits(
         vocab_size=hf_config["vocab_size"],
         max_seq_len=longest_context(hf_config),
-        reads_images=vision_of(hf_config) is not None,
+        reads_images=vision is not None,
     )
 
 
@@ -71,9 +72,9 @@ def _check_experts(config: TrainerConfig, hf_config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_parallelism(config: TrainerConfig) -> None:
+def _check_parallelism(config: TrainerConfig, *, splits: bool) -> None:
     for name in ("pipeline_parallel", "context_parallel", "tensor_parallel", "expert_parallel"):
-        if (degree := getattr(config, name)) > 1:
+        if (degree := getattr(config, name)) > 1 and not (splits and name == "tensor_parallel"):
             raise ValueError(
                 f"TrainerConfig.{name} is {degree}; engine {config.engine!r} only shards data, so it must be 1. The "
                 "engine 'torchtitan' has the other parallelisms"

@@ -15,6 +15,8 @@ import accelerate
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rl.checks import first_names
@@ -71,7 +73,7 @@ class TransformersPolicy(nn.Module):
         """
         super().__init__()
         self._has_values, self._dtype, self._head_dtype = head == "value", compute_dtype, head_dtype
-        self._by_documents = False
+        self._by_documents = self._is_split = False
         self._run: Callable[[Callable[[Any], Any]], Any] = self.__call__
         family = find_family(read_config(path))
         vision = None if family is None else family.vision
@@ -113,6 +115,7 @@ class TransformersPolicy(nn.Module):
         self._hidden: Hidden = resolve_name(vision.hidden) if vision else _hidden
         self._tower: tuple[str, ...] = vision.tower if vision else ()
         self._frozen_parts: tuple[str, ...] = () if train_vision else self._tower
+        self._split = vision.split if vision else ""
         self._renamed: Mapping[str, str] = vision.renamed if vision else {}
         for parameter in self.frozen_parts():
             parameter.requires_grad_(False)
@@ -133,8 +136,13 @@ class TransformersPolicy(nn.Module):
             can_adapt = adapt_vision if name.startswith(self._tower) else name.rpartition(".")[2] in adaptable
             if type(module) is nn.Linear and can_adapt:
                 # The layer stays the same object, because the model may refer to it by several names.
-                module.__class__ = _AdaptedLinear
-                cast("_AdaptedLinear", module).hf_module = self._stored_name(name)
+                module.__class__ = Adaptable
+                cast("Adaptable", module).hf_module = self._stored_name(name)
+
+    def split(self, mesh: DeviceMesh) -> Sequence[nn.Module]:
+        """What `VisionParts.split` says."""
+        self._is_split = True
+        return resolve_name(self._split)(self.model, mesh)
 
     def run_by(self, wrapper: nn.Module) -> None:
         """From now on computes through `wrapper`, which wraps this module."""
@@ -216,6 +224,9 @@ class TransformersPolicy(nn.Module):
             # of two, which cost no precision.
             hidden = hidden * self._logit_factor
             low_rank = head.low_rank if isinstance(head, Adaptable) else None
+            if isinstance(head.weight, DTensor):  # ranks hold parts of the vocabulary and add to the gradient
+                whole = DTensor.from_local(hidden, head.weight.device_mesh, [Replicate()], run_check=False)
+                hidden = whole.to_local(grad_placements=[Partial()])
             return logprobs_and_entropy(
                 *(hidden, head.weight, targets),
                 entropy=entropy,
@@ -270,7 +281,7 @@ class TransformersPolicy(nn.Module):
             print(f"attention of {self._name}: {said}", flush=True)
         if self._leaks(device) and (self._by_documents or self.attend_by_documents(device) or self._leaks(device)):
             raise ValueError(f"documents of one row of {self._name} attend to each other, so they cannot be packed")
-        if not self._has_values:  # a critic has no logits
+        if not (self._has_values or self._is_split):  # a critic has no logits, and families that are split are known
             self._check_logits(device)
 
     def _leaks(self, device: torch.device) -> bool:
@@ -306,15 +317,6 @@ class TransformersPolicy(nn.Module):
                 f"{self._name} changes its logits after the output projection, by a cap or an unknown factor, which "
                 "is not computed here"
             )
-
-
-class _AdaptedLinear(Adaptable):
-    """Adds the product of the adapter in use to its output. For the output projection, scoring does so instead."""
-
-    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """[..., in] -> [..., out]"""
-        y = super().forward(x)
-        return y if self.low_rank is None else y + self.low_rank.product(x)
 
 
 def _without_dropout(config: Any) -> Any:

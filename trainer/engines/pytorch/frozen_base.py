@@ -213,6 +213,9 @@ class AdapterEngine(TorchEngine):
         """Sums the gradients of this call over the ranks that hold the same layers. A collective of them."""
         if self._stage is None:
             return
+        for name, layer in self._layers.items():
+            for grad in (each.grad for each in self._low_ranks[name][:2] if each.grad is not None):
+                grad.div_(layer.num_alike)
         grads = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         if grads:
             flat = torch.cat([grad.flatten() for grad in grads])

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rl.sampling import KeptSets
 from trainer.engines.pytorch import distribution as on_gpu
 from trainer.engines.pytorch.distribution import MODEL_DISTRIBUTION, ChunkWords, Distribution, local_targets
-from trainer.engines.pytorch.low_rank import LowRank
+from trainer.engines.pytorch.low_rank import LowRank, own_rows
 
 
 class LogitsMemory(threading.local):
@@ -117,15 +118,16 @@ def logprobs_and_entropy(
     With a `cap`, each logit x becomes cap * tanh(x / cap), as in Gemma 2 (https://arxiv.org/abs/2408.00118).
     `distribution` divides the logits, leaves words out, and may widen the product to float32; by default it does not.
 
-    `hidden` [S, D] and `weight` [V, D] share a dtype; `targets` [S] are int64. In a `group`, rank r holds the
-    vocabulary rows r*V to r*V + V - 1, of the low rank's B too, and the gradients of `hidden` and of its A are this
-    rank's parts of sums over the group. Returns log-probs [S] float32 and, if asked for, entropies [S] float32 in nats;
-    both are differentiable. Of float64 they are float64.
+    `hidden` [S, D] and `weight` [V, D] share a dtype; `targets` [S] are int64. In a `group`, which a `weight` that is a
+    DTensor brings, rank r holds the vocabulary rows r*V to r*V + V - 1, of the low rank's B too, and the gradients of
+    `hidden` and of its A are this rank's parts of sums over the group. Returns log-probs [S] float32 and, if asked for,
+    entropies [S] float32 in nats; both are differentiable. Of float64 they are float64.
     """
+    if isinstance(weight, DTensor):
+        weight, group, low_rank = own_rows(weight, low_rank)
     hidden, weight = distribution.widen(hidden), distribution.widen(weight)
     if distribution.kept is not None and not distribution.kept.counts.all():
-        options: dict[str, Any] = {"group": group, "low_rank": low_rank, "cap": cap}
-        return _in_two(hidden, weight, targets, distribution, entropy=entropy, **options)
+        return _in_two(hidden, weight, targets, distribution, entropy=entropy, group=group, low_rank=low_rank, cap=cap)
     inner, b = (None, None) if low_rank is None else (low_rank.down(hidden), low_rank.b.to(weight.dtype))
     has_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden, weight, inner, b)
@@ -178,9 +180,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         lse = hidden.new_empty(size, dtype=_exact(hidden))
         logprobs = torch.empty_like(lse)
         entropies = torch.empty_like(lse) if entropy else None
-        start_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
-        ctx.key, ctx.scale, ctx.cap = key, distribution.scale, cap
-        ctx.start_row, kept = start_row, distribution.kept
+        ctx.start_row = start_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
+        ctx.key, ctx.scale, ctx.cap, kept = key, distribution.scale, cap, distribution.kept
         ctx.parts = None if kept is None else _parts_with_words(hidden, weight, kept, start_row)
         for part, words in ctx.parts or _parts(hidden, weight, key):
             logits = _logits((hidden, weight, inner, b), part, words, cap, out=MEMORY.kept(key, part))
@@ -376,8 +377,7 @@ def _blocks(logits: Tensor) -> list[slice]:
 
 def _float32(logits: Tensor, scale: Tensor | None, rows: slice) -> Tensor:
     """A block's scaled logits in float32, in memory of their own."""
-    is_exact = logits.dtype == torch.float64
-    block = logits.clone() if is_exact else MEMORY.block(logits.shape[0], logits.shape[1]).copy_(logits)
+    block = logits.clone() if logits.dtype == torch.float64 else MEMORY.block(*logits.shape).copy_(logits)
     return block if scale is None else block.mul_(scale[rows, None])
 
 

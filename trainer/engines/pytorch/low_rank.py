@@ -15,17 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from rl.lora import (
-    ATTENTION_MODULES,
-    FURTHER_ATTENTION_MODULES,
-    MLP_MODULES,
-    UNEMBED_MODULES,
-    LoRAConfig,
-    tensor_name,
-)
+from rl.lora import ATTENTION_MODULES, FURTHER_ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES, LoRAConfig, tensor_name
 from rl.system.hardware import available_memory_bytes
 
 # A parameter, its gradient and its two moments, in float32.
@@ -51,12 +44,50 @@ class LowRank(NamedTuple):
 
 
 class Adaptable(nn.Linear):
-    """A linear layer that can be adapted. Its subclasses add the product; each engine has its own."""
+    """A linear layer to whose output the adapter in use adds its own. An output projection is computed by scoring."""
 
     hf_module: str = ""
     """The layer's Hugging Face name, such as `model.layers.0.self_attn.q_proj`."""
     low_rank: LowRank | None = None
     """The adapter in use. A tuple, so that its parameters do not become the layer's."""
+    num_alike: int = 1
+    """Ranks that compute the layer whole, of the same inputs. Their gradients of an adapter are equal."""
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """[..., in] -> [..., out]"""
+        y = super().forward(x)
+        if self.low_rank is None:
+            return y
+        if isinstance(x, DTensor) and isinstance(y, DTensor) and isinstance(self.weight, DTensor):
+            return y + _sharded_product(self.low_rank, x, y, self.weight)
+        return y + self.low_rank.product(x)
+
+
+def _sharded_product(whole: LowRank, x: DTensor, y: DTensor, weight: DTensor) -> DTensor:
+    """The product in the placement of `y`: for a weight of which ranks hold rows (dim 0) or columns (dim 1).
+
+    Every rank holds A and B whole and computes with the part that fits its part of the weight. Its gradients of A and B
+    are then parts of sums over the group, as they are over data-parallel ranks.
+    """
+    mesh, (placement,) = weight.device_mesh, weight.placements
+    assert isinstance(placement, Shard)
+    size, rank = mesh.size(), mesh.get_local_rank()
+    if placement.dim == 0:
+        part = whole._replace(b=whole.b.chunk(size)[rank])
+        grad: Placement = Partial()
+    else:
+        part = whole._replace(a=whole.a.chunk(size, dim=1)[rank])
+        grad = x.placements[0]
+    product = part.product(x.to_local(grad_placements=[grad]))
+    return DTensor.from_local(product, mesh, y.placements, run_check=False)
+
+
+def own_rows(weight: DTensor, low_rank: LowRank | None) -> tuple[Tensor, dist.ProcessGroup, LowRank | None]:
+    """Of a weight whose rows a tensor-parallel group shares: this rank's rows, the group, and as many of B's rows."""
+    mesh = weight.device_mesh
+    if low_rank is not None:
+        low_rank = low_rank._replace(b=low_rank.b.chunk(mesh.size())[mesh.get_local_rank()])
+    return weight.to_local(), mesh.get_group(), low_rank
 
 
 def adaptable_layers(model: nn.Module) -> dict[str, Adaptable]:

@@ -1,9 +1,4 @@
-"""Builds, parallelizes and loads a torchtitan model, in the order that torchtitan needs.
-
-`AdaptedLinear` is torchtitan's `Linear` with an adapter. Under tensor parallelism every rank holds A and B whole and
-computes with the part that fits its part of the weight. A rank's gradients of A and B are then parts of sums over the
-group, as they are over data-parallel ranks.
-"""
+"""Builds, parallelizes and loads a torchtitan model, in the order that torchtitan needs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -12,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -29,7 +24,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import DecoderConfig
-from trainer.engines.pytorch.low_rank import Adaptable, LowRank, freeze
+from trainer.engines.pytorch.low_rank import Adaptable, freeze
 from trainer.engines.pytorch.pipeline import Pipeline
 from trainer.engines.pytorch.ranks import DTYPES
 from trainer.engines.titan._compat import without_torchtitans_loop
@@ -203,36 +198,12 @@ def _activation_checkpointing(config: TrainerConfig) -> ActivationCheckpointing.
     return FullAC.Config() if config.activation_checkpointing == "full" else SelectiveAC.Config()
 
 
-class AdaptedLinear(Adaptable, Linear):
-    """A `Linear` to whose output the adapter in use adds its own."""
+class AdaptedLinear(Adaptable, Linear):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """torchtitan's `Linear`, adaptable."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         """Same fields as `Linear.Config`."""
-
-    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """[..., in] -> [..., out]"""
-        y = super().forward(x)
-        if self.low_rank is None:
-            return y
-        if isinstance(x, DTensor) and isinstance(y, DTensor) and isinstance(self.weight, DTensor):
-            return y + _sharded_product(self.low_rank, x, y, self.weight)
-        return y + self.low_rank.product(x)
-
-
-def _sharded_product(whole: LowRank, x: DTensor, y: DTensor, weight: DTensor) -> DTensor:
-    """The product in the placement of `y`: for a weight of which ranks hold rows (dim 0) or columns (dim 1)."""
-    mesh, (placement,) = weight.device_mesh, weight.placements
-    assert isinstance(placement, Shard)
-    size, rank = mesh.size(), mesh.get_local_rank()
-    if placement.dim == 0:
-        part = whole._replace(b=whole.b.chunk(size)[rank])
-        grad: Placement = Partial()
-    else:
-        part = whole._replace(a=whole.a.chunk(size, dim=1)[rank])
-        grad = x.placements[0]
-    product = part.product(x.to_local(grad_placements=[grad]))
-    return DTensor.from_local(product, mesh, y.placements, run_check=False)
 
 
 def make_adaptable(spec: ModelSpec) -> None:

@@ -251,14 +251,8 @@ class LogprobHead(Adaptable, Linear):
         self, hidden: Tensor, targets: Tensor, *, entropy: bool, distribution: Distribution
     ) -> tuple[Tensor, Tensor | None]:
         """hidden [S, D], targets [S] -> log-probs [S] float32, entropies [S] float32 if asked for."""
-        weight, group, low_rank = self.weight, None, self.low_rank
-        if isinstance(weight, DTensor):  # tensor parallelism: this rank's rows of the vocabulary
-            mesh = weight.device_mesh
-            weight, group = weight.to_local(), mesh.get_group()
-            if low_rank is not None:
-                low_rank = low_rank._replace(b=low_rank.b.chunk(mesh.size())[mesh.get_local_rank()])
         return logprobs_and_entropy(
-            *(hidden, weight, targets), entropy=entropy, group=group, low_rank=low_rank, distribution=distribution
+            *(hidden, self.weight, targets), entropy=entropy, low_rank=self.low_rank, distribution=distribution
         )
 
 
