@@ -4,9 +4,10 @@
 
 Every eighth step, or as the recipe says, an evaluation of the recipe's size begins. Trainer and generator have a thread
 each, so that on two cores one is idle while the other works, as on GPUs of their own. A generator of its own for
-evaluations ("apart") has one, too. Then the run is repeated with evaluations between its steps. Bars: an evaluation
-makes the steps from one to the next at most 5 % longer than as many steps without one, waits included, and no metric of
-training differs.
+evaluations ("apart") has one, too. The run is made again with evaluations between its steps, and each step does the
+same work in both. How much faster or slower the machine was then is seen from the steps far from an evaluation.
+Bars: an evaluation makes the steps from one to the next at most 5 % longer, waits included, and no metric of training
+differs.
 """
 
 import argparse
@@ -54,26 +55,31 @@ def main() -> None:
     options = options_parser.parse_args()
     measured, ends, every = measure(options, options.evaluation)
     between, _, _ = measure(options, "between")
-    seconds = [end - start for start, end in itertools.pairwise(ends)][every - 1 :]  # of steps, waits included
-    cycles = [seconds[start : start + every] for start in range(0, len(seconds), every)]
-    quiet_s = statistics.median(second for cycle in cycles for second in cycle[every // 2 :])
-    extra_s = statistics.median(map(sum, cycles)) - every * quiet_s
+    seconds = [end - start for start, end in itertools.pairwise(ends)]  # of steps 2, 3, ..., waits included
+    alone = [row["seconds_step"] for row in between[1:]]  # of the same steps without an evaluation
+    later = every // 2
+    pairs = [*zip(seconds, alone, strict=True)][every - 1 :]  # from the second evaluation on
+    cycles = [pairs[start : start + every] for start in range(0, len(pairs), every)]
+    drift = statistics.median(with_one / without for cycle in cycles for with_one, without in cycle[later:])
+    without_s = drift * statistics.fmean(sum(without for _, without in cycle) for cycle in cycles)
+    extra_s = statistics.fmean(sum(with_one for with_one, _ in cycle) for cycle in cycles) - without_s
     differing = [name for pair in zip(measured, between, strict=True) for name in different(*pair)]
-    print(f"{'step without an evaluation':<28}{quiet_s:8.3f} s")
-    print(f"{'more for an evaluation':<28}{extra_s:8.3f} s  {extra_s / (every * quiet_s):7.2%} of {every} steps")
+    print(f"{f'{every} steps without':<28}{without_s:8.3f} s")
+    print(f"{'more for an evaluation':<28}{extra_s:8.3f} s  {extra_s / without_s:7.2%}")
     print_result(
         "evaluation_beside",
         [
-            Bar(name="evaluation_share", value=extra_s / (every * quiet_s), limit=0.05),
+            Bar(name="evaluation_share", value=extra_s / without_s, limit=0.05),
             Bar(name="metrics_that_differ", value=len(differing), limit=0),
         ],
         {
             "recipe": options.recipe,
             "evaluation": options.evaluation,
             "evaluate_every": every,
-            "seconds_step": quiet_s,
+            "seconds_without": without_s,
             "seconds_more": extra_s,
-            "seconds_of_cycles": [[round(second, 3) for second in cycle] for cycle in cycles],
+            "drift": drift,
+            "seconds_of_steps": [[round(second, 3) for second in pair] for pair in pairs],
             "differing": sorted(set(differing)),
         },
     )
