@@ -37,7 +37,7 @@ OPTIONAL = (
     *("configs/mixture_smollm2_cpu.py", "rl/envs/check.py", "rl/envs/mixture.py"),
     *("configs/reward_smollm2_cpu.py", "rl/envs/judged.py", "rl/envs/reward_model.py"),
     *(f"rl/envs/{name}" for name in ("calculator", "mcp_server", "python_arithmetic", "sandbox/", "tools")),
-    *("configs/calculator_", "configs/tool_"),
+    *("configs/calculator_", "configs/code_", "configs/tool_", "rl/envs/code_problems.py"),
     *("configs/distill_", "configs/self_distill_", "controller/loops/distill.py", "rl/algorithms/distillation.py"),
 )
 """Optional parts, by the beginning of their paths. Entry points or recipes name them; no core module imports them."""

@@ -42,9 +42,9 @@ MAX_LOOP_IMPORTS = 10
 MAX_FILE_LINES = 400  # more than 300 only where the file serves one idea
 # The numbers of tests/house.py, as they are. They may fall.
 MOST = {
-    "product files": 357,
-    "core files": 217,
-    "core lines": 35_360,
+    "product files": 359,
+    "core files": 215,
+    "core lines": 35_180,
     "files under 70 lines with one importer": 1,
     "files that a loop's page reaches": 109,
     "definitions of forward_backward": 9,

@@ -1,6 +1,7 @@
-"""`ownloop model`: a model's directory, and with --dequantize one in bfloat16 of a checkpoint with quantised weights.
+"""`ownloop model`: a model's directory, or a new one that can be trained of a checkpoint that cannot.
 
-Published formats that are read:
+--text-only writes the language model of one that reads images too, as Qwen3.5 and Gemma 4 are published. --dequantize
+writes quantised weights in bfloat16. Formats that it reads:
 
     mxfp4 (gpt-oss)      NAME_blocks [..., R, G, 16] uint8 holds 2 numbers a byte, the low half first; NAME_scales
                          [..., R, G] uint8 has an exponent, of bias 127, for the 32 numbers of a block
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 Stored = Mapping[str, Callable[[], "Tensor"]]
 """Name of a stored tensor -> the function that reads it."""
-Reader = Callable[[Stored], Iterator[tuple[str, "Tensor"]]]
+Weights = Iterator[tuple[str, "Tensor"]]
+Reader = Callable[[Stored], Weights]
 FILE_BYTES = 5 << 30
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Of 4 bits: a sign, 2 bits of exponent, 1 of mantissa."""
@@ -43,6 +45,8 @@ class Model:
     """A name on the hub as ORG/NAME[@REVISION], smollm2-135m-instruct, or a directory."""
     dequantize: Annotated[Path | None, arg(metavar="DIR")] = None
     """Write the model in bfloat16 to this new folder. A model with quantised weights can be trained from there."""
+    text_only: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Write the language model, without what reads images, to this new folder, in bfloat16."""
 
     def run(self) -> int:
         """Prints the directory on standard output, and what is being done on standard error."""
@@ -51,12 +55,14 @@ class Model:
         with CapturedOutput() as output:
             local = Path(self.name).expanduser()
             on_hub = None if local.is_dir() else HubName.parse(self.name)
-            if self.dequantize is None:
-                directory = resolve_model(self.name, output.say)
+            if self.dequantize and self.text_only:
+                raise ValueError("--dequantize and --text-only are both given; run the command once for each, in turn")
+            if target := self.dequantize or self.text_only:
+                source = local if on_hub is None else fetch(on_hub, output.say, as_published=True)
+                directory = target.absolute()
+                (dequantize if self.dequantize else write_text_only)(source, directory, output.say)
             else:
-                source = local if on_hub is None else fetch(on_hub, output.say, quantised=True)
-                directory = self.dequantize.absolute()
-                dequantize(source, directory, output.say)
+                directory = resolve_model(self.name, output.say)
             print(directory, file=output.terminal)
         return 0
 
@@ -67,20 +73,62 @@ def dequantize(source: Path, target: Path, tell: Callable[[str], None], file_byt
     An interrupted call leaves no `target`. Raises ValueError if that exists or cannot be written, and for a model
     whose weights are not quantised, or in another format than those above.
     """
-    from safetensors import SafetensorError
-
-    from rl.system.hf_config import inspect_model, read_config_file
+    from rl.system.hf_config import read_config_file
 
     config = dict(read_config_file(source))
     read = _reader(source, config.pop("quantization_config", None))
+    _write_model("--dequantize", source, target, config, _told(read(_stored(source)), tell), file_bytes)
+
+
+def write_text_only(source: Path, target: Path, tell: Callable[[str], None], file_bytes: int = FILE_BYTES) -> None:
+    """Writes the language model of `source` with bfloat16 weights to the new folder `target`, as `dequantize` does.
+
+    Raises ValueError as that does, for quantised weights, and for a model without such a part, or with one that
+    transformers has no class of its own for.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from rl.system.hf_config import read_config_file
+
+    whole = read_config_file(source)
+    config = dict(whole.get("text_config") or {})
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
+    if whole.get("quantization_config"):
+        raise ValueError(f"{source} holds quantised weights; --dequantize writes them first")
+    if architecture is None:
+        raise ValueError(
+            f"{source} has model_type {config.get('model_type')!r} in the text_config of config.json; it must be one "
+            "that transformers has a class for"
+        )
+    tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    config |= {"architectures": [architecture], "tie_word_embeddings": tied}
+    _write_model("--text-only", source, target, config, _told(_of_language(_stored(source)), tell), file_bytes)
+
+
+def _of_language(stored: Stored) -> Weights:
+    """The weights of a language model that is one part of a model, under the names that it has alone."""
+    for name, read in stored.items():
+        for prefix, alone in (("model.language_model.", "model."), ("language_model.", ""), ("lm_head.", "lm_head.")):
+            if name.startswith(prefix):
+                yield alone + name.removeprefix(prefix), read()
+
+
+def _write_model(
+    option: str, source: Path, target: Path, config: dict[str, Any], weights: Weights, file_bytes: int
+) -> None:
+    """Writes a model with these settings and weights, and all other files of `source`, to the new folder `target`."""
+    from safetensors import SafetensorError
+
+    from rl.system.hf_config import inspect_model
+
     if target.exists():
-        raise ValueError(f"--dequantize is {target}, which exists; name a new folder")
+        raise ValueError(f"{option} is {target}, which exists; name a new folder")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
             made = Path(scratch) / target.name
             made.mkdir()
-            _write_weights(made, _told(read(_stored(source)), tell), file_bytes)
+            _write_weights(made, weights, file_bytes)
             for file in other_files(source):
                 (made / file).parent.mkdir(exist_ok=True)
                 shutil.copy(source / file, made / file)
@@ -89,7 +137,7 @@ def dequantize(source: Path, target: Path, tell: Callable[[str], None], file_byt
             inspect_model(made)
             made.rename(target)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"--dequantize is {target}: {getattr(error, 'strerror', None) or error}") from error
+        raise ValueError(f"{option} is {target}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _reader(source: Path, settings: Mapping[str, Any] | None) -> Reader:
@@ -112,7 +160,7 @@ def _stored(source: Path) -> Stored:
     return {name: partial(shard.get_tensor, name) for shard in shards for name in shard.keys()}  # noqa: SIM118
 
 
-def _read_mxfp4(stored: Stored) -> Iterator[tuple[str, "Tensor"]]:
+def _read_mxfp4(stored: Stored) -> Weights:
     import torch
 
     for name, read in stored.items():
@@ -136,7 +184,7 @@ def mxfp4(blocks: "Tensor", scales: "Tensor") -> "Tensor":
     return torch.ldexp(pairs.flatten(-2), scales.int().unsqueeze(-1) - 127).bfloat16().flatten(-2)
 
 
-def _read_fp8(stored: Stored, tile: tuple[int, int]) -> Iterator[tuple[str, "Tensor"]]:
+def _read_fp8(stored: Stored, tile: tuple[int, int]) -> Weights:
     for name, read in stored.items():
         if (factors := stored.get(f"{name}_scale_inv")) is not None:
             yield name, fp8(read(), factors(), tile)
@@ -151,7 +199,7 @@ def fp8(weight: "Tensor", factors: "Tensor", tile: tuple[int, int]) -> "Tensor":
     return (weight.float() * factors).bfloat16()
 
 
-def _told(weights: Iterable[tuple[str, "Tensor"]], tell: Callable[[str], None]) -> Iterator[tuple[str, "Tensor"]]:
+def _told(weights: Iterable[tuple[str, "Tensor"]], tell: Callable[[str], None]) -> Weights:
     """The weights as they are, with a message where a layer begins."""
     before = ""
     for name, tensor in weights:

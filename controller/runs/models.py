@@ -215,16 +215,16 @@ class HubName:
         return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
 
 
-def fetch(model: HubName, tell: Callable[[str], None], *, quantised: bool = False) -> Path:
+def fetch(model: HubName, tell: Callable[[str], None], *, as_published: bool = False) -> Path:
     """The directory of the model in the hub's cache; its name is the commit. Fetches what the cache lacks.
 
-    With `quantised`, its weights may be quantised. Of an interrupted download, whole files are kept. `tell` is called
-    with its progress. Raises ValueError, in one sentence, if there is no such model, if its terms must be accepted
+    `as_published` as in `check_architecture`. Of an interrupted download, whole files are kept. `tell` is called with
+    its progress. Raises ValueError, in one sentence, if there is no such model, if its terms must be accepted
     first, if it has no safetensors or an architecture that cannot be trained, and if neither the hub can be reached nor
     the cache has it.
     """
     directory = _download(model, OTHER_PATTERNS, tell, left_out=_LEFT_OUT)
-    check_architecture(directory, quantised=quantised)
+    check_architecture(directory, as_published=as_published)
     pinned = HubName(repository=model.repository, revision=directory.name)  # further files of the same commit
     _download(pinned, [SINGLE_FILE, f"{TEMPLATES_FOLDER}/*.jinja"], tell)
     weights = (SINGLE_FILE,)  # most models are one file

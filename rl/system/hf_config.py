@@ -342,13 +342,15 @@ def end_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list) else (int(value),)
 
 
-def check_architecture(path: Path, *, quantised: bool = False) -> None:
+def check_architecture(path: Path, *, as_published: bool = False) -> None:
     """Raises ValueError, as `inspect_model` does, if `config.json` is of no model that ownloop can train.
 
-    Looks at nothing else: the weights may still have to be fetched. With `quantised`, they may be quantised.
+    Looks at nothing else: the weights may still have to be fetched. With `as_published`, they may be quantised, and the
+    language model one part of the model.
     """
     config = read_config(path)
-    _architecture(path, {**config, "quantization_config": None} if quantised else config)
+    if not (as_published and config.get("text_config")):
+        _architecture(path, {**config, "quantization_config": None} if as_published else config)
 
 
 def _read_json(file: Path, missing: str) -> Mapping[str, Any]:
@@ -370,9 +372,10 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> str:
     reads_images = vision_of(config) is not None
     language_models = [name for name in named if reads_images or name.endswith(_LM_SUFFIXES)]
     if not language_models:
+        part = "`ownloop model NAME --text-only DIR` writes the one that it contains"
         raise ValueError(
             f"model directory {path} is of architecture {', '.join(named) or '(none named)'}, which is no language "
-            f"model; proven are {', '.join(proven_architectures())}"
+            f"model; {part if config.get('text_config') else 'proven are ' + ', '.join(proven_architectures())}"
         )
     if config.get("quantization_config") is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`ownloop model --dequantize` against transformers, which reads the same quantised checkpoints in float32.
+"""`ownloop model --dequantize` and `--text-only` against transformers, which reads the same checkpoints in float32.
 
 Covers: controller/commands/model_directory.py
 """
@@ -12,12 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    FineGrainedFP8Config,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 from transformers.utils.quantization_config import Mxfp4Config
 
-from controller.commands.model_directory import dequantize, fp8
+from controller.commands.model_directory import dequantize, fp8, write_text_only
 from rl.system.hf_config import inspect_model
 from rl.system.model_files import weight_files
+from rl.vision.tiny_vl import tiny_gemma3, tiny_qwen3_vl
 from tests.architectures import MODELS
 from tests.controller.commands.test_run import refused
 from tests.rl.recordings import disk_of
@@ -120,3 +127,40 @@ def test_what_cannot_be_dequantised_is_named(tmp_path: Path, capfd: pytest.Captu
     quantised = _quantised(MODELS["gpt_oss"][1](tmp_path / "quantised"), MXFP4, _to_mxfp4)
     assert "which exists; name a new folder" in refused(capfd, "model", str(quantised), "--dequantize", str(plain))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "plain", "quantised"]
+
+
+def _published_qwen3_5(path: Path) -> Path:
+    """Of the tiny Qwen3.5, with what reads images and with the layer that predicts a further token."""
+    text = MODELS["qwen3_5"][1](path)
+    config = json.loads((text / "config.json").read_text())
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_position_embeddings": 16}
+    vision["out_hidden_size"] = config["hidden_size"]
+    torch.manual_seed(0)
+    whole = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=config, vision_config=vision))
+    whole.save_pretrained(path)
+    weights = load_file(path / "model.safetensors")
+    save_file({**weights, "mtp.fc.weight": torch.zeros(2, 2)}, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("publish", [_published_qwen3_5, lambda path: tiny_gemma3(path, ["a", "b", "c", "d"])])
+def test_the_language_model_computes_what_it_did_as_a_part(publish: Callable[[Path], Path], tmp_path: Path) -> None:
+    source, target = publish(tmp_path / "whole"), tmp_path / "alone"
+    write_text_only(source, target, lambda _: None)
+    whole = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.bfloat16).float()
+    alone = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).float()
+    tokens = torch.arange(3, 11)[None]
+    assert torch.equal(alone(tokens).logits, whole(tokens).logits)
+    inspect_model(target)
+
+
+def test_what_has_no_language_model_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plain, new = MODELS["llama"][1](tmp_path / "plain"), str(tmp_path / "new")
+    told = refused(capfd, "model", str(plain), "--text-only", new)
+    assert "has model_type None in the text_config of config.json; it must be one that transformers has" in told
+    told = refused(capfd, "model", str(tiny_qwen3_vl(tmp_path / "vl", ["a"])), "--text-only", new)
+    assert "has model_type 'qwen3_vl_text' in the text_config" in told
+    both = refused(capfd, "model", str(plain), "--text-only", new, "--dequantize", new)
+    assert "--dequantize and --text-only are both given" in both
+    with pytest.raises(ValueError, match=r"`ownloop model NAME --text-only DIR` writes the one that it contains"):
+        inspect_model(_published_qwen3_5(tmp_path / "qwen3_5"))
