@@ -5,7 +5,14 @@ from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any
 
-from rl.system.hf_config import find_family, longest_context, num_experts, proven_architectures, vision_of
+from rl.system.hf_config import (
+    VisionParts,
+    find_family,
+    longest_context,
+    num_experts,
+    proven_architectures,
+    vision_of,
+)
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import CLASSIFIER_SUFFIX
 from trainer.engines.model_check import ModelLimits
@@ -15,7 +22,7 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
     """The `LayoutCheck` of both engines."""
     _check_options(config)
     vision = vision_of(hf_config)
-    _check_parallelism(config, splits=vision is not None and bool(vision.split) and config.engine == "fsdp2")
+    _check_parallelism(config, vision)
     _check_experts(config, hf_config)
     if not isinstance(hf_config.get("vocab_size"), int):
         raise ValueError(f"{config.model / 'config.json'} lacks 'vocab_size'")
@@ -72,10 +79,12 @@ def _check_experts(config: TrainerConfig, hf_config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_parallelism(config: TrainerConfig, *, splits: bool) -> None:
+def _check_parallelism(config: TrainerConfig, vision: VisionParts | None) -> None:
+    splits = vision is not None and bool(vision.split) and config.engine == "fsdp2"
+    others = "no engine divides models that read images so" if vision else "'torchtitan' has the other parallelisms"
     for name in ("pipeline_parallel", "context_parallel", "tensor_parallel", "expert_parallel"):
         if (degree := getattr(config, name)) > 1 and not (splits and name == "tensor_parallel"):
             raise ValueError(
-                f"TrainerConfig.{name} is {degree}; engine {config.engine!r} only shards data, so it must be 1. The "
-                "engine 'torchtitan' has the other parallelisms"
+                f"TrainerConfig.{name} is {degree}; engine {config.engine!r} only shards data, so it must be 1; "
+                f"{others}"
             )
