@@ -18,6 +18,7 @@ from rl.images import PlacedImage, TokensWithImages
 from rl.system.hf_config import read_config_file
 
 _ACCEPTED = "the bytes of an image file, a path, a data URL, or an image of Pillow"
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # others become RGB
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -91,8 +92,8 @@ def file_bytes(source: Any) -> bytes:
         fields = cast("Mapping[str, Any]", source)
         source = fields.get("bytes") or fields.get("path")
     if isinstance(source, Image.Image):
-        file = io.BytesIO()
-        _upright(source).save(file, "PNG")
+        file, upright = io.BytesIO(), _upright(source)
+        (upright if upright.mode in _PNG_MODES else upright.convert("RGB")).save(file, "PNG")
         return file.getvalue()
     if isinstance(source, bytes | bytearray):
         return bytes(source)

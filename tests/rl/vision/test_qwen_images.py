@@ -94,6 +94,12 @@ def test_a_photo_with_broken_exif_stays_as_it_is() -> None:
     assert pixels(broken).tobytes() == pixels(photo(32, 64, 1)).tobytes()
 
 
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "HSV", "F", "I;16"])
+def test_images_of_every_mode_become_rgb(mode: str) -> None:
+    image = Image.new("RGB", (4, 4), (200, 40, 90)).convert("L" if mode in ("F", "I;16") else mode).convert(mode)
+    assert np.array_equal(np.asarray(pixels(file_bytes(image))), np.asarray(image.convert("RGB")))
+
+
 def test_replies_and_given_answers_may_follow_images(model: Path) -> None:
     renderer = Renderer(model)
     reply = renderer.encode_reply(parts((32, 32), "red"), (3,))
