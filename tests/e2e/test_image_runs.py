@@ -48,20 +48,27 @@ def versions(run: Path) -> list[float]:
     ids=["whole", "frozen_tower", "adapter"],
 )
 def test_a_killed_run_continues_and_is_replayed(tmp_path: Path, options: Sequence[str]) -> None:
-    """Of a model that is trained with its vision tower or below a frozen one, and of an adapter of both."""
+    """Of a model that is trained with its vision tower or below a frozen one, and of an adapter of both.
+
+    The last bits of an adapter's log-probs depend on which requests share a step of vLLM, so its runs are equal but for
+    rounding (docs/resume.md).
+    """
     finish(tmp_path, RECIPE, "--name", "whole", *options)
     whole, killed, replayed = (tmp_path / "runs" / name for name in ("whole", "killed", "replayed"))
     run = ownloop(tmp_path, RECIPE, "--name", "killed", *options)
     wait(run, lambda: complete_checkpoints(killed / "checkpoints"))
     kill_controller(run, killed, 3)
     finish(tmp_path, "--resume", "killed")
-    assert metric_rows(killed) == metric_rows(whole)
+    is_rounded = "--lora.rank" in options
+    for row, expected in zip(metric_rows(killed), metric_rows(whole), strict=True):
+        assert row == pytest.approx(expected, rel=1e-3 * is_rounded, abs=1e-6 * is_rounded)
     assert versions(whole) == [1, 2, 3, 4, 5]
     mismatches = [row["logprob_mismatch_mean"] for row in metric_rows(whole) if "logprob_mismatch_mean" in row]
     assert len(mismatches) == 5
     assert max(mismatches) < 1e-4
     finish(tmp_path, RECIPE, "--name", "replayed", "--replay", str(whole), *options)
-    assert model_hash(whole) == model_hash(killed) == model_hash(replayed)
+    assert model_hash(whole) == model_hash(replayed)
+    assert model_hash(whole) == model_hash(killed) or is_rounded
 
 
 @pytest.mark.parametrize("options", [(), ("--lora.rank", "4")])
