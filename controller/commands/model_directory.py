@@ -33,6 +33,8 @@ Stored = Mapping[str, Callable[[], "Tensor"]]
 Weights = Iterator[tuple[str, "Tensor"]]
 Reader = Callable[[Stored], Weights]
 FILE_BYTES = 5 << 30
+_LANGUAGE = {"model.language_model.": "model.", "language_model.": ""}
+"""How the names of a language model's weights begin where it is one part of a model, and where it is alone."""
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Of 4 bits: a sign, 2 bits of exponent, 1 of mantissa."""
 
@@ -100,15 +102,20 @@ def write_text_only(source: Path, target: Path, tell: Callable[[str], None], fil
             f"{source} has model_type {config.get('model_type')!r} in the text_config of config.json; it must be one "
             "that transformers has a class for"
         )
+    stored = _stored(source)
+    if not any(name.startswith(prefix) for name in stored for prefix in _LANGUAGE):
+        raise ValueError(
+            f"{source} has no weights of a language model; their names begin with {' or '.join(_LANGUAGE)}"
+        )
     tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
     config |= {"architectures": [architecture], "tie_word_embeddings": tied}
-    _write_model("--text-only", source, target, config, _told(_of_language(_stored(source)), tell), file_bytes)
+    _write_model("--text-only", source, target, config, _told(_of_language(stored), tell), file_bytes)
 
 
 def _of_language(stored: Stored) -> Weights:
     """The weights of a language model that is one part of a model, under the names that it has alone."""
     for name, read in stored.items():
-        for prefix, alone in (("model.language_model.", "model."), ("language_model.", ""), ("lm_head.", "lm_head.")):
+        for prefix, alone in (*_LANGUAGE.items(), ("lm_head.", "lm_head.")):
             if name.startswith(prefix):
                 yield alone + name.removeprefix(prefix), read()
 

@@ -4,7 +4,7 @@
     CodeProblems(dataset="problems.jsonl")                 JSON lines, Parquet or CSV, or a folder of such files
 
 The tests run in the process of the code that they test, as in the published benchmarks: code that makes any comparison
-true passes them. Its output and its exit status earn nothing.
+true passes them. Output and an early exit earn nothing.
 """
 
 import re
@@ -22,7 +22,8 @@ from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
 from rl.types import Answer
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
-# Fails as a whole if the code does. Nothing but the last line can write what comes last, since only it knows the mark.
+# Fails as a whole if the code does. The count stands between two marks, so that no other output is taken for it; code
+# that searched the interpreter's stack could find the mark, as it could find the tests.
 _PROGRAM = """\
 import io, sys
 code, tests, mark = {parts!r}
@@ -34,7 +35,7 @@ for test in tests:
     except BaseException:
         continue
     passed += 1
-out.write(mark + str(passed))
+out.write(mark + str(passed) + mark)
 out.flush()
 """
 
@@ -137,8 +138,8 @@ class CodeProblem:
             result = await run_python(
                 _PROGRAM.format(parts=parts), sandbox=self.sandbox, time_limit_s=self.time_limit_s
             )
-            _, found, count = result.output.rpartition(mark)
-            passed = int(count) if result.ok and found else 0
+            _, *counts = result.output.split(mark)
+            passed = int(counts[0]) if result.ok and len(counts) == 2 else 0
         part = passed / len(self.tests)
         metrics = {"code_found": float(bool(blocks)), "tests_passed": part}
         return Done(reward=part if self.partial_credit else float(passed == len(self.tests)), metrics=metrics)

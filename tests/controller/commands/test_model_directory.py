@@ -164,3 +164,6 @@ def test_what_has_no_language_model_is_named(tmp_path: Path, capfd: pytest.Captu
     assert "--dequantize and --text-only are both given" in both
     with pytest.raises(ValueError, match=r"`ownloop model NAME --text-only DIR` writes the one that it contains"):
         inspect_model(_published_qwen3_5(tmp_path / "qwen3_5"))
+    save_file({"model.visual.x": torch.zeros(2)}, tmp_path / "qwen3_5" / "model.safetensors", {"format": "pt"})
+    told = refused(capfd, "model", str(tmp_path / "qwen3_5"), "--text-only", new)
+    assert "has no weights of a language model; their names begin with model.language_model. or language_model." in told

@@ -59,6 +59,9 @@ def _scored(completion: str, **options: Any) -> tuple[float, Mapping[str, float]
         (f"{RIGHT}\nraise SystemExit(0)", 0.0),
         ("import os, sys\nsys.__stdout__.write('2')\nsys.__stdout__.flush()\nos._exit(0)", 0.0),
         ("def add(a, b):\n    raise SystemExit(0)", 0.0),
+        ("import atexit, os\natexit.register(os.write, 1, b'0')\ndef add(a, b):\n    return 3", 0.5),
+        ("text = '\ud800'", 0.0),
+        ("text = '\0'", 0.0),
     ],
 )
 def test_code_earns_what_its_tests_say(code: str, passed: float) -> None:
