@@ -30,8 +30,8 @@ from tests.waiting import LIMIT_S
 
 # Modules of rl/envs without environment.
 MODULES = {"calculator", "check", "math_answers", "math_process", "procedural"}
-# These need an optional package, a server or other environments, and have tests of their own.
-ELSEWHERE = {"mixture", "math_problems", "judged", "reward_model", "tools", "mcp_server"}
+# These need a dataset, an optional package, a server or other environments, and have tests of their own.
+ELSEWHERE = {"mixture", "math_problems", "code_problems", "judged", "reward_model", "tools", "mcp_server"}
 
 
 def _jsonl(folder: Path) -> JsonlReward:
