@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from rl.tiny_models import random_batch, tiny_qwen3
+from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
 from rl.types import Datum
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
@@ -29,7 +29,7 @@ PLAIN = [
 SHARED = [
     random_groups([(size, (30, 20, 40)), (23, (20,)), (30, (44, 31))], opening=opening)
     for size, opening in ((24, 0), (40, 0), (77, 0), (24, 9), (50, 20), (12, 0))
-]
+] + [random_groups([(20, (10, 12)), (9, (8, 6)), (5, (11,))])]
 SETTLED = 3
 """Rows after which no graph may be added: the first has constant sizes, the second variable ones."""
 
@@ -64,6 +64,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_qwen3(Path(folder) / "model", tied=False)
         found = {name: run(model, rows) for name, rows in (("plain", PLAIN), ("shared", SHARED))}
+        found["narrow_heads"] = run(tiny_llama(Path(folder) / "narrow"), SHARED[:SETTLED])
     print(json.dumps(found))
     return int(any(each["all"] > each["first"] or each["breaks"] for each in found.values()))
 

@@ -243,11 +243,11 @@ def test_gpu_logic_the_block_mask_skips_what_no_token_attends_to() -> None:
 def test_gpu_logic_a_run_sees_few_lengths_of_rows() -> None:
     lengths = {row_length(length, 16) for length in range(1024, 16385)}
     assert len(lengths) <= 4 * 8 + 1
-    for length in (1, 15, 1000, 1025, 16383, 16384):
+    for length in (1, 15, 128, 129, 1000, 1025, 16383, 16384):
         for multiple in (1, 16, 24, 512):
             padded = row_length(length, multiple)
             assert padded % multiple == 0
-            assert length <= padded < length * 9 / 8 + multiple
+            assert max(length, 129) <= padded < max(length, 129) * 9 / 8 + multiple
 
 
 @pytest.mark.gpu

@@ -3,8 +3,7 @@
 Covers: trainer/engines/pytorch/engine.py, trainer/engines/pytorch/optimizer.py
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,16 @@ def limit(more_bytes: int) -> None:
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + more_bytes) / total)
 
 
-@contextmanager
-def out_of_memory(more_bytes: int | None = None) -> Generator[None]:
-    """The block must run out of memory: of so many bytes, or because it calls `limit` itself."""
+def run_out_of_memory(call: Callable[[], object], more_bytes: int | None = None) -> None:
+    """The call must run out of memory: of so many bytes, or because it calls `limit` itself.
+
+    A context manager of a generator would keep the error, and with it the call's tensors, until Python's collector ran.
+    """
     if more_bytes is not None:
         limit(more_bytes)
     try:
         with pytest.raises(torch.OutOfMemoryError):
-            yield
+            call()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -63,13 +64,10 @@ def test_a_call_without_memory_leaves_the_engine_as_it_was(name: str, tmp_path: 
 
     accumulate(failing)
     held = torch.cuda.memory_allocated()
-    with out_of_memory(64 * MIB):
-        failing.forward_backward([LARGE], loss)
-    with out_of_memory():
-        failing.forward_backward([LARGE], get_loss(leaves_no_memory))
+    run_out_of_memory(lambda: failing.forward_backward([LARGE], loss), 64 * MIB)
+    run_out_of_memory(lambda: failing.forward_backward([LARGE], get_loss(leaves_no_memory)))
     assert torch.cuda.memory_allocated() <= held + MIB
-    with out_of_memory(16 * MIB):  # moments take 60
-        failing.optim_step(PARAMS, grad_scale=0.1)
+    run_out_of_memory(lambda: failing.optim_step(PARAMS, grad_scale=0.1), 16 * MIB)  # moments take 60
     accumulate(other)
     for engine in (failing, other):
         accumulate(engine)

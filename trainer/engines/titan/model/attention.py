@@ -30,6 +30,9 @@ from trainer.engines.pytorch.context_parallel import ContextMasks, RowShard, att
 from trainer.engines.pytorch.document_attention import document_attention, plan_row, segment_mask
 from trainer.engines.titan._compat import compile_attention_untuned
 
+_FLEX_DIMS = 16
+"""The fewest dimensions of a head that `flex` has a kernel for."""
+
 
 class DocumentAttention(FlexAttention):
     """Causal attention within each document of one packed row. It is a `FlexAttention` to torchtitan's checks."""
@@ -80,11 +83,21 @@ class SegmentAttention(FlexAttention):
         **options: Any,
     ) -> Tensor:
         """[1, L, heads, head_dim] each; `attention_masks` is what the function of this name returns."""
+        dims = v_BLNH.shape[-1]
         if isinstance(attention_masks, BlockMask):
-            return super().forward(q_BLNH, k_BLNH, v_BLNH, attention_masks=attention_masks, **options)
-        values = F.pad(v_BLNH, (0, q_BLNH.shape[-1] - v_BLNH.shape[-1]))  # the kernel takes values as wide as keys
-        out = self.varlen.forward(q_BLNH, k_BLNH, values, attention_masks=attention_masks, **options)
-        return out[..., : v_BLNH.shape[-1]]
+            options["scale"] = options.get("scale") or q_BLNH.shape[-1] ** -0.5  # of the heads without padding
+            q, k, v = (_widened(x, _FLEX_DIMS) for x in (q_BLNH, k_BLNH, v_BLNH))
+            out = super().forward(q, k, v, attention_masks=attention_masks, **options)
+        else:
+            v = _widened(v_BLNH, q_BLNH.shape[-1])  # the kernel takes values as wide as keys
+            out = self.varlen.forward(q_BLNH, k_BLNH, v, attention_masks=attention_masks, **options)
+        return out[..., :dims]
+
+
+def _widened(heads: Tensor, dims: int) -> Tensor:
+    """[..., D] -> [..., max(D, dims)], with zeros. A tensor that is wide enough is not copied, as `pad` would do."""
+    missing = dims - heads.shape[-1]
+    return F.pad(heads, (0, missing)) if missing > 0 else heads
 
 
 def choose_inner_attention(device: torch.device) -> Module.Config:

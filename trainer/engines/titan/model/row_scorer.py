@@ -100,8 +100,10 @@ def row_length(length: int, multiple: int) -> int:
     """The length to which a row of this many tokens is padded for a kernel that is compiled for its lengths.
 
     There are at most 8 lengths between a number and its double, so that a run soon has seen all of them; less than an
-    eighth of a row is padding, apart from the padding to `multiple`.
+    eighth of a row is padding, apart from the padding to `multiple`. Every row has two blocks or more: for one
+    `flex` is compiled again, and below one it takes a kernel for decoding, which cannot compute grouped heads.
     """
+    length = max(length, _BLOCK + 1)
     step = 1 << max(0, length.bit_length() - 4)
     stepped = -(-length // step) * step
     return -(-stepped // multiple) * multiple
