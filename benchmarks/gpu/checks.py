@@ -18,7 +18,10 @@ Outcome = Literal["passed", "failed", "left out"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One module that prints a benchmark's result on its last line, or pytest."""
+    """One module that prints a benchmark's result on its last line, or pytest.
+
+    Limits are of a machine that has compiled none of the kernels before.
+    """
 
     name: str
     what: str
@@ -29,7 +32,7 @@ class Check:
     """Options in place of `options` where the figures mean nothing, as on a CPU."""
     needs: tuple[str, ...] = ()
     """Packages without which it is left out."""
-    limit_s: float = 120.0
+    limit_s: float = 180.0
 
 
 def gpu_test_files() -> list[str]:
@@ -43,16 +46,16 @@ CHECKS = (
         name="tests",
         what="The tests marked `gpu` pass.",
         module="pytest",
-        options=("-q", "-m", "gpu", "-p", "no:xdist", *gpu_test_files()),
+        options=("-v", "-m", "gpu", "-p", "no:xdist", *gpu_test_files()),
         smoke=("-q", "-m", "gpu", "-p", "no:xdist", *gpu_test_files()),
         needs=("pytest", "xdist"),
-        limit_s=105.0,
+        limit_s=300.0,
     ),
     Check(
         name="numerics",
         what="Losses, gradients and checkpoints of every engine are the CPU's.",
         module="benchmarks.gpu.numerics",
-        limit_s=150.0,
+        limit_s=300.0,
     ),
     Check(
         name="utilisation",
@@ -64,14 +67,14 @@ CHECKS = (
         name="weights",
         what="A push and a pull from GPU to GPU take at most three copies within a GPU.",
         module="benchmarks.gpu.weights",
-        limit_s=45.0,
+        limit_s=90.0,
     ),
     Check(
         name="placement",
         what="Trainer and generator on the same GPU take turns, and agree about every token.",
         module="benchmarks.gpu.placement",
         needs=("monarch", "torchstore", "vllm"),
-        limit_s=150.0,
+        limit_s=240.0,
     ),
     Check(
         name="weight_sync",

@@ -20,7 +20,6 @@ from trainer.engines.pytorch.pipeline import PipelinedRows
 from trainer.engines.pytorch.ranks import choose_device, init_process_group
 from trainer.engines.pytorch.row_runner import SequentialRows
 from trainer.engines.titan.layout_check import parse_shape
-from trainer.engines.titan.model.attention import shares_prefixes
 from trainer.engines.titan.model.build import build_model
 from trainer.engines.titan.model.row_scorer import RowScorer
 from trainer.engines.titan.model.specs import expert_views, named_buffers, named_parameters, share_rope_cache
@@ -50,8 +49,9 @@ class TitanEngine(TorchEngine):
 
     @property
     def shares_prefixes(self) -> bool:
-        everywhere = shares_prefixes(self._device, context_parallel=self._config.context_parallel > 1)
-        return everywhere and self._parts[0].shares_prefixes
+        # On a GPU, a shard of a row has no kernel for documents with suffixes.
+        computable = self._device.type == "cpu" or self._config.context_parallel == 1
+        return computable and self._parts[0].shares_prefixes
 
     def _pack_row(self, microbatch: Microbatch) -> PackedRow:
         shares = self.shares_prefixes

@@ -30,8 +30,7 @@ from trainer.engines.pytorch.context_parallel import ContextMasks, RowShard, att
 from trainer.engines.pytorch.document_attention import document_attention, plan_row, segment_mask
 from trainer.engines.titan._compat import compile_attention_untuned
 
-_FLEX_DIMS = 16
-"""The fewest dimensions of a head that `flex` has a kernel for."""
+_FLEX_DIMS = 16  # the fewest of a head that `flex` has a kernel for
 
 
 class DocumentAttention(FlexAttention):
@@ -87,11 +86,9 @@ class SegmentAttention(FlexAttention):
         if isinstance(attention_masks, BlockMask):
             options["scale"] = options.get("scale") or q_BLNH.shape[-1] ** -0.5  # of the heads without padding
             q, k, v = (_widened(x, _FLEX_DIMS) for x in (q_BLNH, k_BLNH, v_BLNH))
-            out = super().forward(q, k, v, attention_masks=attention_masks, **options)
-        else:
-            v = _widened(v_BLNH, q_BLNH.shape[-1])  # the kernel takes values as wide as keys
-            out = self.varlen.forward(q_BLNH, k_BLNH, v, attention_masks=attention_masks, **options)
-        return out[..., :dims]
+            return super().forward(q, k, v, attention_masks=attention_masks, **options)[..., :dims]
+        v = _widened(v_BLNH, q_BLNH.shape[-1])  # the kernel takes values as wide as keys
+        return self.varlen.forward(q_BLNH, k_BLNH, v, attention_masks=attention_masks, **options)[..., :dims]
 
 
 def _widened(heads: Tensor, dims: int) -> Tensor:
@@ -108,29 +105,19 @@ def choose_inner_attention(device: torch.device) -> Module.Config:
     return SegmentAttention.Config()
 
 
-def shares_prefixes(device: torch.device, *, context_parallel: bool) -> bool:
-    """Whether documents with suffixes can be computed: everywhere but in a shard of a row on a GPU."""
-    return device.type == "cpu" or not context_parallel
-
-
 def needs_flex(documents: Sequence[Document], compute_dtype: torch.dtype) -> bool:
     """Whether `flex` computes a row on a GPU, and not `varlen`."""
-    shared = any(document.suffixes or document.opening for document in documents)
-    return shared or compute_dtype != torch.bfloat16
+    return compute_dtype != torch.bfloat16 or any(document.suffixes or document.opening for document in documents)
 
 
 def attention_masks(positions: Tensor, documents: Sequence[Document], compute_dtype: torch.dtype) -> Any:
     """What the chosen kernel needs to know about a packed row with positions [1, L]."""
-    if positions.device.type == "cpu":
-        return plan_row(documents)
-    return gpu_masks(positions, documents, compute_dtype)
+    return plan_row(documents) if positions.device.type == "cpu" else gpu_masks(positions, documents, compute_dtype)
 
 
-def gpu_masks(
-    positions: Tensor, documents: Sequence[Document], compute_dtype: torch.dtype
-) -> BlockMask | VarlenMetadata:
+def gpu_masks(positions: Tensor, documents: Sequence[Document], dtype: torch.dtype) -> BlockMask | VarlenMetadata:
     """The masks of `SegmentAttention`."""
-    if not needs_flex(documents, compute_dtype):
+    if not needs_flex(documents, dtype):
         return create_varlen_metadata_for_document(positions)
     length, device = positions.shape[1], positions.device
     return create_attention_mask(segment_mask(documents, device), 1, None, length, length, device=device)

@@ -18,10 +18,8 @@ from trainer.engines.pytorch.row_runner import to_tensor, with_routes
 from trainer.engines.titan.model.attention import needs_flex, sharded_attention_masks
 from trainer.engines.titan.model.specs import Policy
 
-# Positions per block of a block mask, on a GPU.
-_BLOCK = 128
-# torchao's float8 kernels need the inner size of a product to be a multiple of this.
-_FLOAT8_MULTIPLE = 16
+_BLOCK = 128  # positions per block of a block mask, on a GPU
+_FLOAT8_MULTIPLE = 16  # torchao's float8 kernels need the inner size of a product to be a multiple of this
 
 
 class RowScorer:
