@@ -21,14 +21,14 @@ from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import LOOPS, run_loop
 from tests.rl.recordings import recorded_rows
 
-pytestmark = pytest.mark.seconds
+pytestmark = pytest.mark.slow
 
 STEPS: dict[str, Any] = {"num_steps": 6, "checkpoint_every": 2, "evaluate_every": 3}
 ADAPTER = LoRAConfig(rank=4, train_unembed=False)
-OTHERS = [
+RUNS = [
     ("ppo", ADAPTER),
     ("dpo", ADAPTER),
-    *((loop, None) for loop in LOOPS if loop not in ("grpo", "grpo_async", "ppo")),
+    *((loop, None) for loop in LOOPS if loop not in ("grpo", "grpo_async")),
 ]
 """`tests/e2e/test_resume.py` has grpo."""
 
@@ -56,10 +56,7 @@ def _weights(run: Path) -> str:
     return hashlib.blake2b(file.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize(
-    ("loop", "lora"),
-    [("ppo", None), *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)],
-)
+@pytest.mark.parametrize(("loop", "lora"), RUNS)
 def test_a_resumed_run_equals_one_that_was_left_alone(loop: str, lora: LoRAConfig | None, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     changes: dict[str, Any] = {**STEPS, "lora": lora}
@@ -74,7 +71,6 @@ def test_a_resumed_run_equals_one_that_was_left_alone(loop: str, lora: LoRAConfi
         assert _weights(run) == _weights(whole), call
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [1, 3])
 def test_a_resumed_grpo_async_trains_once_on_everything(max_staleness: int, tmp_path: Path) -> None:
     whole = tmp_path / "whole"

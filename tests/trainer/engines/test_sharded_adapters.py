@@ -64,7 +64,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainerConfig, 
     return config, path
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", [pytest.param("pipeline", marks=pytest.mark.slow), "tensor", "bfloat16"])
 def test_two_ranks_compute_what_one_computes(directory: tuple[TrainerConfig, Path], layout: str) -> None:
     config, path = directory
     options, adapters, tolerance = LAYOUTS[layout]
