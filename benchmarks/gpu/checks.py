@@ -49,13 +49,13 @@ CHECKS = (
         options=("-v", "-m", "gpu", "-p", "no:xdist", *gpu_test_files()),
         smoke=("-q", "-m", "gpu", "-p", "no:xdist", *gpu_test_files()),
         needs=("pytest", "xdist"),
-        limit_s=300.0,
+        limit_s=420.0,
     ),
     Check(
         name="numerics",
         what="Losses, gradients and checkpoints of every engine are the CPU's.",
         module="benchmarks.gpu.numerics",
-        limit_s=300.0,
+        limit_s=220.0,
     ),
     Check(
         name="utilisation",
@@ -74,7 +74,7 @@ CHECKS = (
         what="Trainer and generator on the same GPU take turns, and agree about every token.",
         module="benchmarks.gpu.placement",
         needs=("monarch", "torchstore", "vllm"),
-        limit_s=240.0,
+        limit_s=200.0,
     ),
     Check(
         name="weight_sync",
