@@ -190,6 +190,7 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Any:
     from trainer.engines.titan.model import attention
 
     def attend(*args: Any, kernel_options: Any, **options: Any) -> Any:
+        assert min(x.shape[-1] for x in args) >= 16, "a GPU has no kernel for narrower heads"
         return flex_attention(*args, **options)  # pyright: ignore[reportDeprecated]
 
     monkeypatch.setattr(upstream, "_compiled_create_block_mask", create_block_mask)
@@ -205,6 +206,16 @@ def test_gpu_logic_shared_prefixes_are_computed_as_by_definition(attention: Any,
     assert isinstance(masks, BlockMask)
     module = attention.SegmentAttention.Config().build()
     out = module(q[None], k[None], v[None], attention_masks=masks, enable_gqa=True)
+    torch.testing.assert_close(out[0], attend_by_definition(q, k, v, documents), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dims", "value_dims"), [(8, 8), (16, 8), (12, 16)])
+def test_gpu_logic_narrow_heads_are_widened_for_flex(attention: Any, dims: int, value_dims: int) -> None:
+    documents = ROWS["an opening"]
+    (q, k, v), _ = random_row(sum(document.num_tokens for document in documents), (4, 2), torch.float32)
+    q, k, v = q[..., :dims], k[..., :dims], v[..., :value_dims]
+    masks = attention.gpu_masks(torch.zeros(1, len(q), dtype=torch.int64), documents, torch.float32)
+    out = attention.SegmentAttention.Config().build()(q[None], k[None], v[None], attention_masks=masks, enable_gqa=True)
     torch.testing.assert_close(out[0], attend_by_definition(q, k, v, documents), rtol=1e-4, atol=1e-5)
 
 
