@@ -8,6 +8,7 @@ On a CPU, torch splits each operation among its threads and joins them again. Th
 copying one of a model's hundreds of tensors. Each thread of `Workers` runs whole operations, one after the other.
 """
 
+import ctypes
 import os
 import threading
 from collections import deque
@@ -19,7 +20,6 @@ import numpy as np
 import torch
 
 _PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegisterPortable, cudaHostRegisterReadOnly
-_SUCCESS = 0
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Destination and source, of equal shapes."""
@@ -56,18 +56,25 @@ def pin(data: torch.Tensor, *, writable: bool) -> str:
     # Without the device, a thread would open a context on the first GPU, which belongs to another rank.
     with torch.cuda.device(int(os.environ.get("LOCAL_RANK", "0"))):
         flags = _PORTABLE if writable else _PORTABLE | _READ_ONLY
-        status = int(_runtime().cudaHostRegister(data.data_ptr(), data.nbytes, flags))
-    return "" if status == _SUCCESS else f"CUDA refused to pin {data.nbytes / 1e9:.1f} GB (error {status})"
+        status = call_cuda("cudaHostRegister", ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.nbytes), flags)
+    return f"CUDA refused to pin {data.nbytes / 1e9:.1f} GB (error {status})" if status else ""
 
 
 def unpin(data: torch.Tensor) -> None:
     """Undoes `pin`, which must come before the memory is unmapped."""
     with torch.cuda.device(int(os.environ.get("LOCAL_RANK", "0"))):
-        _runtime().cudaHostUnregister(data.data_ptr())
+        call_cuda("cudaHostUnregister", ctypes.c_void_p(data.data_ptr()))
 
 
-def _runtime() -> Any:
-    return torch.cuda.cudart()
+def call_cuda(function: str, *arguments: Any) -> int:
+    """The status of a call of CUDA's runtime as torch has loaded it; a second one would have contexts of its own.
+
+    CUDA keeps a failure, and torch would raise it after its next kernel, so it is taken from there.
+    """
+    cuda = ctypes.CDLL(None)
+    if status := int(getattr(cuda, function)(*arguments)):
+        cuda.cudaGetLastError()
+    return status
 
 
 def _batches(pairs: Iterable[Pair], max_bytes: int) -> Iterator[Sequence[Pair]]:

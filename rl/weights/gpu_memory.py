@@ -334,15 +334,10 @@ def _out_of_reach(part: GPUPart, why: str) -> WeightsError:
     )
 
 
-def _cuda() -> ctypes.CDLL:
-    """CUDA's runtime as torch has loaded it. A second one in the process would have contexts and errors of its own."""
-    return ctypes.CDLL(None)
-
-
 def _call(function: str, *arguments: Any, failed: str = "CUDA refused") -> None:
     """Calls a function of CUDA's runtime. Raises `WeightsError` with its status unless it succeeds."""
-    cuda = _cuda()
-    if status := getattr(cuda, function)(*arguments):
+    if status := copies.call_cuda(function, *arguments):
+        cuda = ctypes.CDLL(None)
         cuda.cudaGetErrorName.restype = ctypes.c_char_p
         raise WeightsError(f"{failed}: {cuda.cudaGetErrorName(status).decode()}")
 

@@ -1,10 +1,10 @@
-"""How many graphs `compile=True` makes of rows of many lengths, on a pretended GPU whose kernels do nothing.
+"""How many graphs are compiled for rows of many lengths, on a pretended GPU whose kernels do nothing.
 
     python -m tests.gpu_pretended.compiled
 
 It is run in the mode `kernels` (`pretended.py`): Dynamo, Inductor and Triton compile for a GPU that launches nothing. A
 graph for each new length would stop a run for a minute each, so after the first rows none may be added, and Dynamo must
-not break a graph. Prints one JSON object with the graphs and breaks of each kind of row.
+not break a graph. Without `compile=True`, attention over shared prefixes is compiled alone, by the first row. Prints one JSON object with the graphs and breaks of each kind of row.
 """
 
 import json
@@ -31,11 +31,11 @@ SHARED = [
     for size, opening in ((24, 0), (40, 0), (77, 0), (24, 9), (50, 20), (12, 0))
 ] + [random_groups([(20, (10, 12)), (9, (8, 6)), (5, (11,))])]
 SETTLED = 3
-"""Rows after which no graph may be added: the first has constant sizes, the second variable ones."""
+"""Rows after which no graph of a whole layer may be added: the first has constant sizes, the second variable ones."""
 
 
-def run(model: Path, rows: Sequence[list[Datum]]) -> dict[str, int]:
-    """Graphs after the first rows and after all, and breaks, of an engine of its own."""
+def run(model: Path, rows: Sequence[list[Datum]], *, whole: bool = True) -> dict[str, int]:
+    """Graphs after the first rows and after all, and breaks, of an engine of its own, compiled as a `whole` or not."""
     import trainer.engines.titan.model.attention as attention
 
     real = attention.create_varlen_metadata_for_document
@@ -48,7 +48,7 @@ def run(model: Path, rows: Sequence[list[Datum]]) -> dict[str, int]:
     attention.create_varlen_metadata_for_document = computed  # pyright: ignore[reportAttributeAccessIssue]
     torch.compiler.reset()
     counters.clear()
-    config = TrainerConfig(model=model, compute_dtype="bfloat16", max_tokens_per_microbatch=1024, compile=True)
+    config = TrainerConfig(model=model, compute_dtype="bfloat16", max_tokens_per_microbatch=1024, compile=whole)
     engine: Any = load_engine(config)
     graphs: list[int] = []
     for row in rows:  # without a loss, which asks how many numbers a kernel has found
@@ -56,7 +56,7 @@ def run(model: Path, rows: Sequence[list[Datum]]) -> dict[str, int]:
         scores.sum().backward()
         graphs.append(counters["stats"]["unique_graphs"])
     attention.create_varlen_metadata_for_document = real
-    return {"first": graphs[SETTLED - 1], "all": graphs[-1], "breaks": sum(counters["graph_break"].values())}
+    return {"first": graphs[SETTLED - 1 if whole else 0], "all": graphs[-1], "breaks": sum(counters["graph_break"].values())}
 
 
 def main() -> int:
@@ -64,6 +64,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_qwen3(Path(folder) / "model", tied=False)
         found = {name: run(model, rows) for name, rows in (("plain", PLAIN), ("shared", SHARED))}
+        found["attention_alone"] = run(model, SHARED, whole=False)
         found["narrow_heads"] = run(tiny_llama(Path(folder) / "narrow"), SHARED[:SETTLED])
     print(json.dumps(found))
     return int(any(each["all"] > each["first"] or each["breaks"] for each in found.values()))

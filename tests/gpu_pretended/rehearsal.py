@@ -76,7 +76,8 @@ PARTS = (
     _layout("adapter_fsdp2_tied", "Two ranks with adapters under FSDP2 keep it."),
     Part(
         "compiled",
-        "`compile=True` makes no graph for a new length of a row, with and without shared prefixes, and breaks none.",
+        "`compile=True` makes no graph for a new length of a row, with and without shared prefixes, and breaks none; "
+        "attention that is compiled alone makes one graph for all lengths.",
         ("-m", "tests.gpu_pretended.compiled"),
         mode="kernels",
     ),

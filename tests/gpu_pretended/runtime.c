@@ -42,6 +42,10 @@
 
 enum { MAX_DEVICES = 16, MAX_PROCESSES = 256, MAX_BLOCKS = 1 << 16 };
 
+/* Of this thread, until it is asked for: torch raises it after its next kernel, whichever call it came from. */
+static __thread cudaError_t last_error = cudaSuccess;
+static cudaError_t fail(cudaError_t e) { return last_error = e; }
+
 static void *token(void) {
   static uintptr_t last = 0x1000;
   return (void *)__sync_add_and_fetch(&last, 16);
@@ -160,13 +164,13 @@ static cudaError_t forget(void *p, int unmap) {
     b->kind = FREE;
   }
   pthread_mutex_unlock(&lock);
-  return b ? cudaSuccess : cudaErrorInvalidValue;
+  return b ? cudaSuccess : fail(cudaErrorInvalidValue);
 }
 
 API cudaError_t cudaMalloc(void **p, size_t size) {
   size = pages(size);
   *p = NULL;
-  if (!take(current, size)) return cudaErrorMemoryAllocation;
+  if (!take(current, size)) return fail(cudaErrorMemoryAllocation);
   int fd = memfd_create("pretended-gpu", MFD_CLOEXEC);
   if (fd < 0 || ftruncate(fd, size)) abort();
   *p = map(size, fd);
@@ -184,6 +188,10 @@ API cudaError_t cudaHostAlloc(void **p, size_t size, unsigned) {
 API cudaError_t cudaMallocHost(void **p, size_t size) { return cudaHostAlloc(p, size, 0); }
 API cudaError_t cudaFreeHost(void *p) { return forget(p, 1); }
 API cudaError_t cudaHostRegister(void *p, size_t size, unsigned) {
+  pthread_mutex_lock(&lock);
+  int registered = find(p) || find((char *)p + size - 1);
+  pthread_mutex_unlock(&lock);
+  if (registered) return fail(cudaErrorHostMemoryAlreadyRegistered);
   note(p, size, REGISTERED, -1);
   return cudaSuccess;
 }
@@ -245,7 +253,7 @@ API cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *p) {
   Handle own_handle = b ? (Handle){getpid(), b->fd, b->size} : (Handle){0};
   int shared = b && b->kind == DEVICE;
   pthread_mutex_unlock(&lock);
-  if (!shared) return cudaErrorInvalidValue;
+  if (!shared) return fail(cudaErrorInvalidValue);
   memset(handle, 0, sizeof *handle);
   memcpy(handle, &own_handle, sizeof own_handle);
   return cudaSuccess;
@@ -254,10 +262,10 @@ API cudaError_t cudaIpcOpenMemHandle(void **p, cudaIpcMemHandle_t handle, unsign
   Handle theirs;
   char path[64];
   memcpy(&theirs, &handle, sizeof theirs);
-  if (theirs.pid == getpid()) return cudaErrorDeviceUninitialized; /* as CUDA: not a process's own memory */
+  if (theirs.pid == getpid()) return fail(cudaErrorDeviceUninitialized); /* as CUDA: not a process's own memory */
   snprintf(path, sizeof path, "/proc/%d/fd/%d", theirs.pid, theirs.fd);
   int fd = open(path, O_RDWR | O_CLOEXEC);
-  if (fd < 0) return cudaErrorInvalidResourceHandle;
+  if (fd < 0) return fail(cudaErrorInvalidResourceHandle);
   *p = map(theirs.size, fd);
   note(*p, theirs.size, OPENED, fd);
   return cudaSuccess;
@@ -277,7 +285,7 @@ API cudaError_t cudaGetDevice(int *device) {
   return cudaSuccess;
 }
 API cudaError_t cudaSetDevice(int device) {
-  if (device < 0 || device >= num_devices()) return cudaErrorInvalidDevice;
+  if (device < 0 || device >= num_devices()) return fail(cudaErrorInvalidDevice);
   current = device;
   return cudaSuccess;
 }
@@ -333,8 +341,12 @@ API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
   p->concurrentKernels = p->unifiedAddressing = p->canMapHostMemory = 1;
   return cudaSuccess;
 }
-NOTHING(cudaGetLastError, void)
-NOTHING(cudaPeekAtLastError, void)
+API cudaError_t cudaPeekAtLastError(void) { return last_error; }
+API cudaError_t cudaGetLastError(void) {
+  cudaError_t e = last_error;
+  last_error = cudaSuccess;
+  return e;
+}
 API const char *cudaGetErrorString(cudaError_t e) {
   return e == cudaErrorMemoryAllocation ? "out of memory (of a pretended GPU)" : "an error of a pretended GPU";
 }

@@ -23,6 +23,7 @@ has fewer datums passes empty micro-batches. Losses and gradients are sums over 
 import contextlib
 import re
 import resource
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -80,7 +81,10 @@ class PeakMemory:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Measures the block. On a CPU whose kernel cannot reset the peak, it counts from the start of the process."""
+        """Measures the block. On a CPU whose kernel cannot reset the peak, it counts from the start of the process.
+
+        A block that fails leaves none of its tensors, also while somebody keeps its error.
+        """
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
@@ -89,6 +93,9 @@ class PeakMemory:
                     Path(f"/proc/{process}/clear_refs").write_text(_RESET_PEAK)
         try:
             yield
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            raise
         finally:
             self._peaks[name] = max(self._peaks.get(name, 0), self.peak_bytes())
 

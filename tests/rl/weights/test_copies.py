@@ -7,7 +7,6 @@ import asyncio
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,20 +67,20 @@ def test_gpu_logic_buffers_are_pinned_while_they_are_open(
 ) -> None:
     log: list[tuple[Any, ...]] = []
 
-    def register(*arguments: int) -> int:
-        log.append(arguments)
+    def call(function: str, *arguments: Any) -> int:
+        log.append((function, *(getattr(argument, "value", argument) for argument in arguments)))
         return status
 
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: log.append((address,)))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", _NoDevice)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(copies, "call_cuda", call)
     owner = WeightBuffer.create(4096)
     reader = WeightBuffer.open(owner.location)
     address = owner.parts[0].data_ptr()
     owner.pin()
     reader.pin()
-    assert log == [(address, 4096, 1), (reader.parts[0].data_ptr(), 4096, 1 | 8)]  # portable; and read-only
+    pinned, unpinned = "cudaHostRegister", "cudaHostUnregister"
+    assert log == [(pinned, address, 4096, 1), (pinned, reader.parts[0].data_ptr(), 4096, 1 | 8)]  # and read-only
     for buffer in (owner, reader):
         buffer.close()
     told = capsys.readouterr().out
@@ -89,7 +88,7 @@ def test_gpu_logic_buffers_are_pinned_while_they_are_open(
         assert len(log) == 2
         assert "not pinned, which is slower: CUDA refused to pin 0.0 GB (error 801)" in told
     else:
-        assert log[2:] == [(address,), (reader.parts[0].data_ptr(),)]
+        assert log[2:] == [(unpinned, address), (unpinned, reader.parts[0].data_ptr())]
         assert not told
 
 
@@ -99,7 +98,9 @@ def test_weights_go_to_the_host_and_back_through_pinned_memory(capsys: pytest.Ca
     buffer = WeightBuffer.create(1 << 22)
     buffer.pin()
     assert "not pinned" not in capsys.readouterr().out
+    assert "(error 712)" in copies.pin(buffer.parts[0], writable=True)  # already pinned
     weights = torch.randn(1 << 20, device="cuda")
+    assert copies.call_cuda("cudaPeekAtLastError") == 0, "torch would raise it"
     on_host = buffer.parts[0][: 1 << 21].view(torch.bfloat16)
     assert on_host.is_pinned()
     copies.copy([(on_host, weights)])

@@ -13,6 +13,7 @@ the outermost block moves. The engine does the moving itself.
 """
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rl.weights.copies import pin
+from rl.weights.copies import pin, unpin
 
 Part = Literal["model", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -67,6 +68,8 @@ class HostMemory:
             piece = torch.empty(max(num_bytes, _PIECE_BYTES), dtype=torch.uint8)
             if problem := pin(piece, writable=True):
                 print(f"offloading will be slow: {problem}", flush=True)
+            else:  # before the memory is freed: CUDA would refuse to pin what comes to lie there next
+                weakref.finalize(self, unpin, piece).atexit = False
             self._pieces.append(piece)
         begin, self._used = self._used, self._used + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return self._pieces[self._piece][begin : begin + num_bytes]

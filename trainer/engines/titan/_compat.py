@@ -32,16 +32,19 @@ def prepare_torchtitan() -> None:
 
 
 def compile_attention_untuned() -> None:
-    """Has FlexAttention compiled with the block sizes that PyTorch chooses for the GPU.
+    """Has FlexAttention compiled once, for rows of any length, with the block sizes that PyTorch chooses for the GPU.
 
-    Reason: torchtitan times dozens of variants of the kernel, for each new kind of row, in the first steps of a run.
-    Remove when `FlexAttention.Config` has an option for it.
+    Reason: torchtitan times dozens of variants of the kernel, for each new kind of row, in the first steps of a run,
+    and compiles the kernel and its mask for the first row's length alone and then again, which takes as long.
+    Remove when `FlexAttention.Config` has options for it.
     """
-    from torchtitan.models.common.attention import FlexAttention, flex_attention
+    import torchtitan.models.common.attention as attention
 
-    FlexAttention.inductor_configs |= {"max_autotune": False, "coordinate_descent_tuning": False}
-    compiled = torch.compile(flex_attention, options=FlexAttention.inductor_configs)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    FlexAttention._compiled_flex_attn = staticmethod(compiled)  # pyright: ignore[reportPrivateUsage]
+    flex = attention.FlexAttention
+    flex.inductor_configs |= {"max_autotune": False, "coordinate_descent_tuning": False}
+    compiled = torch.compile(attention.flex_attention, dynamic=True, options=flex.inductor_configs)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    flex._compiled_flex_attn = staticmethod(compiled)  # pyright: ignore[reportPrivateUsage]
+    attention._compiled_create_block_mask = torch.compile(attention.create_block_mask, dynamic=True)  # pyright: ignore[reportPrivateUsage]
 
 
 @contextlib.contextmanager
