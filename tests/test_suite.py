@@ -150,7 +150,7 @@ def pytest_configure(config):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_says_what_it_left_out(tmp_path: Path, workers: int) -> None:
     (tmp_path / "test_fake.py").write_text(_LEAVES_OUT)
     (tmp_path / "conftest.py").write_text(_WITH_PLUGIN)
@@ -220,7 +220,7 @@ def _stress(folder: Path, tests: str, rounds: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=_env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 def test_stress_says_how_often_a_test_failed(tmp_path: Path) -> None:
     process = _stress(tmp_path, _EVERY_SECOND, 4)
     output, _ = process.communicate(timeout=300)
@@ -243,7 +243,7 @@ def test_stress_says_how_often_a_test_failed(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 def test_stress_without_failures_ends_well(tmp_path: Path) -> None:
     for tests, status, says in (
         ("def test_it(): pass", 1, "pytest ended with 5"),
@@ -255,7 +255,7 @@ def test_stress_without_failures_ends_well(tmp_path: Path) -> None:
         assert says in output
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 def test_ctrl_c_ends_what_stress_started(tmp_path: Path) -> None:
     process = _stress(tmp_path, _HANGS, 2)
     try:

@@ -88,6 +88,7 @@ def test_a_wrong_value_is_refused_before_any_run(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(RECIPE)
     (tmp_path / "fails-0").touch()

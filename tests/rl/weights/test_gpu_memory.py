@@ -43,6 +43,7 @@ int fails, allocated, opened; /* which calls fail, as bits; what was not given b
 const char *cudaGetErrorName(int e) {
   return e == 2 ? "cudaErrorMemoryAllocation" : e == 400 ? "cudaErrorInvalidResourceHandle" : "cudaErrorNotSupported";
 }
+int cudaGetLastError(void) { return 0; }
 int cudaSetDevice(int device) { return device == 3 ? 0 : 101; }
 int cudaMalloc(void **p, size_t n) {
   if (fails & 1) return 2;
@@ -227,6 +228,7 @@ def test_gpu_logic_gpus_that_do_not_reach_each_other_are_named(
     assert "MIG" in unreachable_gpus()
 
 
+@pytest.mark.slow
 def test_gpu_logic_memory_that_none_can_open_is_found(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_PRELOAD", str(stand_in))
     assert why_not_opened(PATTERN + bytes(56), 3) == ""
