@@ -66,14 +66,15 @@ def unpin(data: torch.Tensor) -> None:
         call_cuda("cudaHostUnregister", ctypes.c_void_p(data.data_ptr()))
 
 
-def call_cuda(function: str, *arguments: Any) -> int:
-    """The status of a call of CUDA's runtime as torch has loaded it; a second one would have contexts of its own.
+def cuda_runtime() -> ctypes.CDLL:
+    """CUDA's runtime as torch has loaded it. A second one in the process would have contexts and errors of its own."""
+    return ctypes.CDLL(None)
 
-    CUDA keeps a failure, and torch would raise it after its next kernel, so it is taken from there.
-    """
-    cuda = ctypes.CDLL(None)
-    if status := int(getattr(cuda, function)(*arguments)):
-        cuda.cudaGetLastError()
+
+def call_cuda(function: str, *arguments: Any) -> int:
+    """The status of a call. CUDA keeps a failure, and torch would raise it after its next kernel, so it is taken out."""
+    if status := int(getattr(cuda_runtime(), function)(*arguments)):
+        cuda_runtime().cudaGetLastError()
     return status
 
 

@@ -337,7 +337,7 @@ def _out_of_reach(part: GPUPart, why: str) -> WeightsError:
 def _call(function: str, *arguments: Any, failed: str = "CUDA refused") -> None:
     """Calls a function of CUDA's runtime. Raises `WeightsError` with its status unless it succeeds."""
     if status := copies.call_cuda(function, *arguments):
-        cuda = ctypes.CDLL(None)
+        cuda = copies.cuda_runtime()
         cuda.cudaGetErrorName.restype = ctypes.c_char_p
         raise WeightsError(f"{failed}: {cuda.cudaGetErrorName(status).decode()}")
 

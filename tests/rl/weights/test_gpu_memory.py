@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rl.lora import LoRAConfig
-from rl.weights import gpu_memory
+from rl.weights import copies, gpu_memory
 from rl.weights.gpu_memory import PATTERN, CUDASharing, GPUMemory, MemorySharing, cut, unreachable_gpus, why_not_opened
 from rl.weights.versions import PublisherGoneError, UnknownVersionError, VersionRecord, WeightsError, build_manifest
 from tests.rl.weights.host_sharing import HostSharing
@@ -268,7 +268,7 @@ class Runtime(NamedTuple):
 def runtime(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """On a host with a GPU of 80,000 bytes, which stands for the CPU."""
     library = ctypes.CDLL(str(stand_in))
-    monkeypatch.setattr(gpu_memory, "_cuda", lambda: library)
+    monkeypatch.setattr(copies, "cuda_runtime", lambda: library)
     properties = SimpleNamespace(uuid="abc", total_memory=80_000)
     for name, value in {
         "is_available": lambda: True,
