@@ -50,7 +50,7 @@ bench: setup ## run every benchmark and rewrite benchmarks/RESULTS.md
 	@exec $(BIN)/python -m benchmarks $(ARGS)
 
 gpu-check: DEVICE = gpu
-gpu-check: setup ## prove the GPU path on this machine, in 25 minutes at most; DEVICE=cpu only shows that the checks work
+gpu-check: setup ## prove the GPU path on this machine, in 35 minutes at most; DEVICE=cpu only shows that the checks work
 	@exec $(BIN)/python -m benchmarks.gpu_check --device $(DEVICE) $(ARGS)
 
 gpu-rehearsal: ## run the GPU path on pretended GPUs, which need none; the first time, it installs 9 GB

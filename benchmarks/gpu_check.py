@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--page", type=Path, help="where the table goes; with --device gpu by default RESULTS-gpu.md")
-    parser.add_argument("--minutes", type=float, default=25.0, help="time for all checks together (default: 25)")
+    parser.add_argument("--minutes", type=float, default=35.0, help="time for all checks together (default: 35)")
     options = parser.parse_args(arguments)
     on_gpu = options.device == "gpu"
     gpus = gpu_names()

@@ -4,10 +4,13 @@
 
 A process with float32 weights of Qwen3-1.7B's shapes pushes them in bfloat16, as a trainer does; this process copies
 each tensor of the version into one of its own, as a generator does from its second pull on. They are on different GPUs
-if there are two. `--smoke` pushes small weights, on the CPU through shared memory.
+if there are two. A push reads float32 and writes bfloat16, so push and pull move at least 2.5 times the bytes of a
+copy, and hundreds of tensors cost some milliseconds of Python: a larger model has a lower ratio. `--smoke` pushes small
+weights, on the CPU through shared memory.
 """
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import statistics
@@ -57,19 +60,22 @@ def push_when_asked(pipe: "Connection[Any, Any]", tensors: Shapes, transport: st
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     weights = {name: torch.randn(size, device=device) for name, size in tensors}
     publisher = WeightPublisher(torch.bfloat16, transport, store=LocalStore())
+    asyncio.run(_push(pipe, publisher, weights))
+
+
+async def _push(pipe: "Connection[Any, Any]", publisher: WeightPublisher, weights: Mapping[str, torch.Tensor]) -> None:
+    """All in one event loop, as a trainer has one; a new one takes milliseconds."""
     version = 0
-    try:
+    with contextlib.suppress(EOFError):
         while pipe.recv():
             version += 1
             for tensor in weights.values():
                 tensor.add_(1)
-            if on_gpu:
-                torch.cuda.synchronize(device)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize(weights["norm"].device)
             begin = time.perf_counter()
-            record = asyncio.run(publisher.publish(version, weights.items()))
+            record = await publisher.publish(version, weights.items())
             pipe.send((record, time.perf_counter() - begin, float(weights["norm"][0])))
-    except EOFError:
-        pass
 
 
 class Puller:
@@ -143,7 +149,7 @@ def main() -> None:
     print(f"push {1e3 * push:.2f} ms, pull {1e3 * pull:.2f} ms, one copy {1e3 * copy:.2f} ms", flush=True)
     print_result(
         "gpu_weights",
-        [Bar(name="ratio_to_copy", value=(push + pull) / copy, limit=3.0)],
+        [Bar(name="ratio_to_copy", value=(push + pull) / copy, limit=5.0)],
         {
             "megabytes": num_bytes / 1e6,
             "gpus": num_gpus,

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,8 +57,8 @@ def pin(data: torch.Tensor, *, writable: bool) -> str:
     # Without the device, a thread would open a context on the first GPU, which belongs to another rank.
     with torch.cuda.device(int(os.environ.get("LOCAL_RANK", "0"))):
         flags = _PORTABLE if writable else _PORTABLE | _READ_ONLY
-        status = call_cuda("cudaHostRegister", ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.nbytes), flags)
-    return f"CUDA refused to pin {data.nbytes / 1e9:.1f} GB (error {status})" if status else ""
+        error = call_cuda("cudaHostRegister", ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.nbytes), flags)
+    return f"CUDA refused to pin {data.nbytes / 1e9:.1f} GB: {error}" if error else ""
 
 
 def unpin(data: torch.Tensor) -> None:
@@ -71,11 +72,14 @@ def cuda_runtime() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-def call_cuda(function: str, *arguments: Any) -> int:
-    """The status of a call. CUDA keeps a failure, and torch would raise it after its next kernel, so it is taken out."""
-    if status := int(getattr(cuda_runtime(), function)(*arguments)):
-        cuda_runtime().cudaGetLastError()
-    return status
+def call_cuda(function: str, *arguments: Any) -> str:
+    """The name of a call's error, empty if it succeeds. CUDA would keep it, and torch raise it after a later kernel."""
+    cuda = cuda_runtime()
+    if not (status := getattr(cuda, function)(*arguments)):
+        return ""
+    cuda.cudaGetLastError()
+    cuda.cudaGetErrorName.restype = ctypes.c_char_p
+    return cuda.cudaGetErrorName(status).decode()
 
 
 def _batches(pairs: Iterable[Pair], max_bytes: int) -> Iterator[Sequence[Pair]]:
@@ -134,7 +138,7 @@ class Workers:
             else:
                 pieces.append((destination, source))
         pieces.sort(key=lambda piece: piece[0].nbytes, reverse=True)
-        return [_copy(destination, source) for destination, source in pieces]
+        return [partial(destination.copy_, source) for destination, source in pieces]
 
     def _share(self, operations: Iterable[Callable[[], object]]) -> None:
         assert self._pool is not None
@@ -158,10 +162,6 @@ def use_one_thread() -> None:
     """Makes torch's operations run in this thread alone."""
     torch.get_num_threads()  # a thread takes the number of the whole process when torch first looks for it there
     _set_num_threads(1)
-
-
-def _copy(destination: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
-    return lambda: destination.copy_(source)
 
 
 _BLOCK = 1 << 16  # pairs of bytes, whose places in it are two bytes each

@@ -335,11 +335,9 @@ def _out_of_reach(part: GPUPart, why: str) -> WeightsError:
 
 
 def _call(function: str, *arguments: Any, failed: str = "CUDA refused") -> None:
-    """Calls a function of CUDA's runtime. Raises `WeightsError` with its status unless it succeeds."""
-    if status := copies.call_cuda(function, *arguments):
-        cuda = copies.cuda_runtime()
-        cuda.cudaGetErrorName.restype = ctypes.c_char_p
-        raise WeightsError(f"{failed}: {cuda.cudaGetErrorName(status).decode()}")
+    """Calls a function of CUDA's runtime. Raises `WeightsError` with its error's name unless it succeeds."""
+    if error := copies.call_cuda(function, *arguments):
+        raise WeightsError(f"{failed}: {error}")
 
 
 def _opened(handle: bytes) -> ctypes.c_void_p:

@@ -4,7 +4,8 @@
 
 It is run in the mode `kernels` (`pretended.py`): Dynamo, Inductor and Triton compile for a GPU that launches nothing. A
 graph for each new length would stop a run for a minute each, so after the first rows none may be added, and Dynamo must
-not break a graph. Without `compile=True`, attention over shared prefixes is compiled alone, by the first row. Prints one JSON object with the graphs and breaks of each kind of row.
+not break a graph. Without `compile=True`, attention over shared prefixes is compiled alone, by the first row. Prints
+one JSON object with the graphs and breaks of each kind of row.
 """
 
 import json
@@ -56,7 +57,11 @@ def run(model: Path, rows: Sequence[list[Datum]], *, whole: bool = True) -> dict
         scores.sum().backward()
         graphs.append(counters["stats"]["unique_graphs"])
     attention.create_varlen_metadata_for_document = real
-    return {"first": graphs[SETTLED - 1 if whole else 0], "all": graphs[-1], "breaks": sum(counters["graph_break"].values())}
+    return {
+        "first": graphs[SETTLED - 1 if whole else 0],
+        "all": graphs[-1],
+        "breaks": sum(counters["graph_break"].values()),
+    }
 
 
 def main() -> int:

@@ -81,10 +81,7 @@ class PeakMemory:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Measures the block. On a CPU whose kernel cannot reset the peak, it counts from the start of the process.
-
-        A block that fails leaves none of its tensors, also while somebody keeps its error.
-        """
+        """Measures the block; a kernel may count from the start of the process. An error keeps none of its tensors."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         else:

@@ -96,5 +96,7 @@ def test_a_dtensor_goes_through_pinned_memory_and_back() -> None:
         assert torch.equal(back.to_local(), whole)
         places.add(local.data_ptr())
     assert len(places) == 1, "memory is pinned once"
+    kept = host.keep(whole)
+    assert kept.is_pinned()
     del host
-    assert not local.is_pinned(), "CUDA would refuse to pin what comes to lie there next"
+    assert not kept.is_pinned(), "CUDA would refuse to pin what comes to lie there next"

@@ -142,15 +142,6 @@ def _exact(logits: Tensor, scale: Tensor | None) -> Tensor:
 
 
 @functools.cache
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`sums_of_rows` or `gradient_of_rows` as one kernel, which reads each logit once, for chunks of any size."""
     return torch.compile(function, dynamic=True)
-
-
-def fused_sums(*arguments: Any) -> tuple[Tensor, Tensor | None]:
-    """`sums_of_rows` as one kernel of a GPU, which reads each logit once, for chunks of any size."""
-    return _fused(sums_of_rows)(*arguments)
-
-
-def fused_gradient(*arguments: Any) -> Tensor:
-    """`gradient_of_rows` as one kernel."""
-    return _fused(gradient_of_rows)(*arguments)

@@ -55,7 +55,8 @@ class HostMemory:
         if tensor.device == HOST:
             return tensor
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        copy = self._room(local.nbytes).view(local.dtype).as_strided(local.shape, _dense_stride(local))
+        without_gaps = torch.empty_like(local, device="meta").stride()
+        copy = self._room(local.nbytes).view(local.dtype).as_strided(local.shape, without_gaps)
         copy.copy_(local, non_blocking=True)
         # The public constructor would move the local part to the mesh's device.
         return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy  # pyright: ignore
@@ -73,11 +74,6 @@ class HostMemory:
             self._pieces.append(piece)
         begin, self._used = self._used, self._used + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return self._pieces[self._piece][begin : begin + num_bytes]
-
-
-def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The strides that a copy without gaps has."""
-    return torch.empty_like(tensor, device="meta").stride()
 
 
 class Gradients:

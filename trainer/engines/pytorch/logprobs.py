@@ -316,12 +316,9 @@ def _logits(
 
 
 def _softmax_sums(logits: Tensor, entropy: bool, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Of logits [C, V] times scale [C], the log of the sum of exponentials and, for entropies, the expected logit.
-
-    Both are [C] float32.
-    """
+    """[C] float32, of logits [C, V] times scale [C]: log of the sum of exponentials; for entropies, expected logit."""
     if logits.is_cuda:
-        return on_gpu.fused_sums(logits, entropy, scale)
+        return on_gpu.fused(on_gpu.sums_of_rows)(logits, entropy, scale)
     log_sum = logits.new_empty(len(logits), dtype=_exact(logits))
     expected = torch.empty_like(log_sum) if entropy else None
     for rows in _blocks(logits):
@@ -349,7 +346,8 @@ def _gradient_(
     `of_entropy` are the entropies' gradients and values; all are [C].
     """
     if logits.is_cuda:
-        return on_gpu.fused_gradient(logits, lse, grad_logprobs, column, here, of_entropy, scale, cap)
+        compute = on_gpu.fused(on_gpu.gradient_of_rows)
+        return compute(logits, lse, grad_logprobs, column, here, of_entropy, scale, cap)
     # With z the scaled logits, p their softmax and H the entropy:
     # d logprob / dz_j = [j is the target] - p_j   and   dH / dz_j = -p_j (z_j - lse + H).
     for rows in _blocks(logits):

@@ -32,10 +32,10 @@ def prepare_torchtitan() -> None:
 
 
 def compile_attention_untuned() -> None:
-    """Has FlexAttention compiled once, for rows of any length, with the block sizes that PyTorch chooses for the GPU.
+    """Has FlexAttention compiled once for rows of any length, with the block sizes that PyTorch chooses for the GPU.
 
-    Reason: torchtitan times dozens of variants of the kernel, for each new kind of row, in the first steps of a run,
-    and compiles the kernel and its mask for the first row's length alone and then again, which takes as long.
+    Reason: in the first steps of a run torchtitan times dozens of variants of the kernel for each new kind of row, and
+    compiles kernel and mask once for the first row's length and once for all others.
     Remove when `FlexAttention.Config` has options for it.
     """
     import torchtitan.models.common.attention as attention
