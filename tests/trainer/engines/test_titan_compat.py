@@ -48,8 +48,11 @@ def test_gpu_logic_flex_attention_is_compiled_and_not_tuned(monkeypatch: pytest.
     flex: Any = attention.FlexAttention
     for name in ("inductor_configs", "_compiled_flex_attn"):  # both are set again after the test
         monkeypatch.setattr(flex, name, vars(flex)[name])
-    monkeypatch.setattr(torch, "compile", lambda _, options: options)
+    monkeypatch.setattr(attention, "_compiled_create_block_mask", None)
+    compiled: list[bool] = []
+    monkeypatch.setattr(torch, "compile", lambda _, dynamic, options=None: compiled.append(dynamic) or options)
     choose_inner_attention(torch.device("cuda"))
+    assert compiled == [True, True], "attention and mask, for rows of any length"
     for options in (flex.inductor_configs, flex._compiled_flex_attn):
         assert options["wrap_inductor_compiled_regions"]
         assert not options["max_autotune"]
