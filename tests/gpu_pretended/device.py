@@ -28,7 +28,8 @@ from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from tests.gpu_pretended.kernels import COMPUTED, SHAPED, flex_attention
+from tests.gpu_pretended import vllm_kernels
+from tests.gpu_pretended.kernels import COMPUTED, SHAPED, flex_attention, on_host
 
 _NO_KERNEL = {
     f"aten::{name}"
@@ -49,21 +50,10 @@ _MIXES_DEVICES = {
 }
 """Operators that CUDA lets have tensors of the CPU too, such as indices."""
 _COPIES = {"aten::copy_", "aten::_foreach_copy_"}
+_KERNELS = {**COMPUTED, **vllm_kernels.COMPUTED}
 
 not_computed: set[str] = set()
 """Operators of extensions that were called: what they should have written is arbitrary."""
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    """A CPU tensor over the memory of one on a pretended GPU."""
-    storage = tensor.untyped_storage()
-    if not storage.nbytes():
-        return torch.empty(tensor.shape, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
-    memory = torch._C._construct_storage_from_data_pointer(  # pyright: ignore
-        storage.data_ptr(), torch.device("cpu"), storage.nbytes()
-    )
-    plain = torch.empty(0, dtype=tensor.dtype)
-    return plain.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def on_gpu(tensor: Tensor, device: torch.device) -> Tensor:
@@ -91,6 +81,9 @@ class PretendedGPU(TorchDispatchMode):
         flat, spec = tree_flatten((args, kwargs))
         device = _device_of(flat)
         name = func._schema.name
+        if torch.is_inference_mode_enabled() and _is_composite(func.name()):  # torch takes it apart otherwise
+            with self:
+                return func.decompose(*args, **kwargs)
         if device is None or func.is_view or name in _NO_KERNEL or name.startswith(_LEFT_ALONE):
             return func(*args, **kwargs)
         _check_devices(name, [x for x in flat if isinstance(x, Tensor)])
@@ -102,7 +95,7 @@ class PretendedGPU(TorchDispatchMode):
         name, originals = func._schema.name, dict[int, tuple[Tensor, Tensor]]()
         args, kwargs = tree_unflatten([_moved(x, torch.device("cpu"), on_host, originals) for x in flat], spec)
         try:
-            result = _by_definition(COMPUTED.get(name, func), args, kwargs)
+            result = _by_definition(_KERNELS.get(name, func), args, kwargs)
         except NotImplementedError:
             if name.startswith("aten::"):
                 raise
@@ -129,6 +122,11 @@ class PretendedGPU(TorchDispatchMode):
         return tree_map(lambda x: _back(x, originals, allocated, device), result)
 
 
+@functools.cache
+def _is_composite(name: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")  # pyright: ignore
+
+
 def _is_plain(kind: Any) -> bool:
     own = getattr(kind, "__torch_dispatch__", None)
     disabled = torch._C._disabled_torch_dispatch_impl  # pyright: ignore
@@ -139,7 +137,7 @@ def _device_of(flat: Sequence[Any]) -> torch.device | None:
     """The device of what an operator returns, if it is about a GPU; it may be the CPU then."""
     asked = next((x for x in flat if isinstance(x, torch.device)), None)
     gpus = [x.device for x in flat if isinstance(x, Tensor) and x.is_cuda]
-    if not gpus and (asked is None or asked.type != "cuda"):
+    if (not gpus and (asked is None or asked.type != "cuda")) or (asked is not None and asked.type == "meta"):
         return None
     device = gpus[0] if asked is None else asked
     if device == torch.device("cuda"):

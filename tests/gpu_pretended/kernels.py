@@ -16,6 +16,18 @@ Bounds = list[tuple[slice, slice]]
 """The queries and keys of each document."""
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """A CPU tensor over the memory of one on a pretended GPU."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty(tensor.shape, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    memory = torch._C._construct_storage_from_data_pointer(  # pyright: ignore
+        storage.data_ptr(), torch.device("cpu"), storage.nbytes()
+    )
+    plain = torch.empty(0, dtype=tensor.dtype)
+    return plain.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 def causal(num_queries: int, num_keys: int) -> Tensor:
     """[Q, K]: 0 for a key that a query may attend to, minus infinity for later ones. The last query sees all keys."""
     allowed = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)

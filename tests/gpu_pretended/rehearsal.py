@@ -26,7 +26,7 @@ COVERS_NOT = """# Results on pretended GPUs
 
 **Not covered:** speed; races between streams; NCCL, for which gloo stands in; what the kernels of cuBLAS,
 FlashAttention, FlexAttention, Triton and vLLM compute, for which plain operators stand in or nothing does; rounding of
-tensor cores; CUDA graphs; vLLM. A green table says that no device or dtype is mixed up, that
+tensor cores; CUDA graphs. A green table says that no device or dtype is mixed up, that
 memory is freed, shared and counted by torch's own CUDA build, and that the numbers are the CPU's. Where there is a real
 GPU, `make gpu-check` comes first.
 """
@@ -44,6 +44,8 @@ class Part:
     arguments: tuple[str, ...]
     mode: Mode = "computed"
     gpus: int = 1
+    gib: float = 80.0
+    """Memory of each. What a generator takes for keys is touched, and is the host's."""
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
     limit_s: float = 600.0
 
@@ -87,6 +89,14 @@ PARTS = (
         ("-m", "benchmarks.gpu.weights", "--smoke"),
         gpus=2,
     ),
+    Part(
+        "generator",
+        "vLLM's GPU worker (V2 runner, asynchronous scheduling) samples what transformers computes with each version's "
+        "weights: after pulls in flight and drained from another process over CUDA IPC, an abort, sleep and waking up.",
+        ("-m", "tests.gpu_pretended.generator"),
+        gib=2.0,
+        variables={"TRITON_INTERPRET": "1"},
+    ),
 )
 
 
@@ -96,7 +106,7 @@ def run_part(part: Part, table: Path) -> tuple[str, float, str]:
     process = subprocess.Popen(
         [str(PYTHON), *part.arguments],
         cwd=ROOT,
-        env={**environment(part.mode, gpus=part.gpus, table=table), **part.variables},
+        env={**environment(part.mode, gpus=part.gpus, gib=part.gib, table=table), **part.variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -165,6 +165,14 @@ def test_another_process_opens_memory_of_the_gpu() -> None:
     _read_from_a_process_that_dies(multiprocessing.get_context("spawn"), sharing=False)
 
 
+@pytest.mark.gpu
+def test_memory_that_a_gpu_lacks_is_refused_and_harms_nothing() -> None:
+    with pytest.raises(WeightsError, match="MB of GPU memory are not free: cudaErrorMemoryAllocation"):
+        CUDASharing().allocate(0, 1 << 45)
+    assert float(torch.ones(8, device="cuda").sum()) == 8, "torch does not raise what CUDA refused"
+    assert not copies.call_cuda("cudaPeekAtLastError")
+
+
 @pytest.mark.usefixtures("on_host")
 def test_gpu_logic_a_byte_that_changes_is_found() -> None:
     store = FakeStore()

@@ -1,0 +1,94 @@
+"""What vLLM's own kernels compute for a dense decoder, as plain operators on the CPU; see `kernels.py`.
+
+vLLM's operators for attention find keys and values of earlier tokens by themselves, in blocks of `N` tokens that are
+strewn over the cache, so they are computed here whole. Legend: as in `kernels.py`; H key-value heads.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.gpu_pretended.kernels import attend, causal, on_host
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor | None, epsilon: float) -> None:
+    """_C::rms_norm."""
+    normed = x.float() * (x.float().square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    out.copy_(normed.to(x.dtype) if weight is None else normed.to(x.dtype) * weight)
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
+    """_C::fused_add_rms_norm."""
+    residual.copy_(x + residual)
+    rms_norm(x, residual, weight, epsilon)
+
+
+def silu_and_mul(out: Tensor, x: Tensor) -> None:
+    """_C::silu_and_mul."""
+    gate, up = x.chunk(2, -1)
+    out.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor | None, size: int, table: Tensor, is_neox: bool) -> None:
+    """_C::rotary_embedding, of whole heads whose halves are turned."""
+    assert is_neox
+    cosine, sine = (x[:, None] for x in table[positions].float().chunk(2, -1))
+    assert 2 * cosine.shape[-1] == size
+    for each in (q, k):
+        if each is not None:
+            heads = each.view(len(positions), -1, size)
+            one, two = heads.float().chunk(2, -1)
+            heads.copy_(torch.cat([one * cosine - two * sine, two * cosine + one * sine], -1))
+
+
+def kv_cache_update(key: Tensor, value: Tensor, layer: Any) -> Tensor:
+    """vllm::unified_kv_cache_update: key and value [T, H, D] to their slots."""
+    cache, slots = _context(layer)[2:]
+    if slots is not None:
+        places = on_host(slots)
+        real = places >= 0
+        places = places[real]
+        blocks = on_host(cache).transpose(1, 2)
+        both = torch.cat([key[: len(real)], value[: len(real)]], -1)
+        blocks[places // blocks.shape[1], places % blocks.shape[1]] = both[real]
+    return key.new_empty(0)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, output: Tensor, layer: Any, *_: Any, **__: Any) -> None:
+    """vllm::unified_attention_with_output: q and output [T, heads, D]; keys and values are in the cache already."""
+    del k, v
+    output.zero_()
+    about, attending, cache = _context(layer)[:3]
+    if about is None:  # vLLM measures its memory
+        return
+    assert attending.impl.sliding_window == (-1, -1)
+    blocks = on_host(cache).transpose(1, 2)
+    starts, lengths = on_host(about.query_start_loc).tolist(), on_host(about.seq_lens).tolist()
+    for i, (table, length) in enumerate(zip(on_host(about.block_table), lengths, strict=False)):
+        rows = slice(starts[i], starts[i + 1])
+        num_queries = rows.stop - rows.start
+        if num_queries:
+            seen = blocks[table[: -(-length // blocks.shape[1])].long()].flatten(0, 1)[:length].transpose(0, 1)
+            keys, values = seen.chunk(2, -1)
+            mask, scale = causal(num_queries, length), attending.impl.scale
+            output[rows] = attend(q[rows].transpose(0, 1), keys, values, mask, scale)[0].transpose(0, 1)
+
+
+def _context(layer: Any) -> tuple[Any, Any, Tensor, Tensor | None]:
+    """What the layer was told of this step, the layer, its cache [blocks, H, N, 2 D], and the slots of the tokens."""
+    from vllm.model_executor.layers.attention import attention as of_vllm
+
+    return of_vllm.get_attention_context(of_vllm._resolve_layer_name(layer))  # pyright: ignore[reportPrivateUsage]
+
+
+COMPUTED: Mapping[str, Callable[..., Any]] = {
+    "_C::rms_norm": rms_norm,
+    "_C::fused_add_rms_norm": fused_add_rms_norm,
+    "_C::silu_and_mul": silu_and_mul,
+    "_C::rotary_embedding": rotary_embedding,
+    "vllm::unified_kv_cache_update": kv_cache_update,
+    "vllm::unified_attention_with_output": attention,
+}
+"""By the names of the operators."""
