@@ -23,6 +23,7 @@ has fewer datums passes empty micro-batches. Losses and gradients are sums over 
 import contextlib
 import re
 import resource
+import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
@@ -81,7 +82,8 @@ class PeakMemory:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Measures the block; a kernel may count from the start of the process. An error keeps none of its tensors."""
+        """Measures the block, since the process began where Linux cannot reset the peak. Its errors keep no tensors."""
+        handled = sys.exception()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
@@ -91,7 +93,10 @@ class PeakMemory:
         try:
             yield
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)
+            failed: BaseException | None = error
+            while failed is not None and failed is not handled:
+                traceback.clear_frames(failed.__traceback__)
+                failed = failed.__context__
             raise
         finally:
             self._peaks[name] = max(self._peaks.get(name, 0), self.peak_bytes())

@@ -316,7 +316,7 @@ def _logits(
 
 
 def _softmax_sums(logits: Tensor, entropy: bool, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """[C] float32, of logits [C, V] times scale [C]: log of the sum of exponentials; for entropies, expected logit."""
+    """Of logits [C, V] times scale [C], log of the sum of exponentials and, for entropies, the expected logit: [C]."""
     if logits.is_cuda:
         return on_gpu.fused(on_gpu.sums_of_rows)(logits, entropy, scale)
     log_sum = logits.new_empty(len(logits), dtype=_exact(logits))
@@ -346,8 +346,7 @@ def _gradient_(
     `of_entropy` are the entropies' gradients and values; all are [C].
     """
     if logits.is_cuda:
-        compute = on_gpu.fused(on_gpu.gradient_of_rows)
-        return compute(logits, lse, grad_logprobs, column, here, of_entropy, scale, cap)
+        return on_gpu.fused(on_gpu.gradient_of_rows)(logits, lse, grad_logprobs, column, here, of_entropy, scale, cap)
     # With z the scaled logits, p their softmax and H the entropy:
     # d logprob / dz_j = [j is the target] - p_j   and   dH / dz_j = -p_j (z_j - lse + H).
     for rows in _blocks(logits):
