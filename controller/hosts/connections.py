@@ -47,10 +47,6 @@ class Address:
         """As Monarch and users write it."""
         return f"{self.scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
-    def on_port(self, port: int) -> "Address":
-        """Another port of the same host."""
-        return replace(self, port=port)
-
 
 def parse_address(text: str) -> Address:
     """The address that a user wrote. Raises ValueError naming what is accepted."""
@@ -71,8 +67,8 @@ def listening(address: Address, timeout_s: float = _PROBE_S) -> Address | None:
     resolve(address.host)
     ports = range(address.port, address.port + NUM_PORTS)
     with ThreadPoolExecutor(NUM_PORTS) as pool:
-        accepted = pool.map(lambda port: accepts(address.on_port(port), timeout_s), ports)
-        return next((address.on_port(port) for port, each in zip(ports, accepted, strict=True) if each), None)
+        accepted = pool.map(lambda port: accepts(replace(address, port=port), timeout_s), ports)
+        return next((replace(address, port=port) for port, each in zip(ports, accepted, strict=True) if each), None)
 
 
 def resolve(host: str) -> str:
@@ -123,10 +119,12 @@ class Lifeline:
         self.end = (address, int(self._server.getsockname()[1]))
         """Where the agent connects to."""
         self._connections: list[socket.socket] = []
+        self._is_cut = False
         threading.Thread(target=self._accept, name="lifeline", daemon=True).start()
 
     def cut(self) -> None:
         """Closes it, so that each holder ends everything. May be called again."""
+        self._is_cut = True
         for end in (self._server, *self._connections):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that accepts
@@ -134,9 +132,10 @@ class Lifeline:
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
-            self._connections.append(self._server.accept()[0])
-            while self._for_many:
+            while self._for_many or not self._connections:
                 self._connections.append(self._server.accept()[0])
+                if self._is_cut:  # before the new connection was in the list
+                    self.cut()
             self._server.close()
 
 
@@ -172,13 +171,13 @@ def open_server(address: str, num_bytes: int) -> int:
     server.settimeout(_WAIT_S)
 
     def serve() -> None:
-        try:
-            with server, server.accept()[0] as connection:
+        with contextlib.suppress(OSError), server:  # the reader says what is wrong
+            connection, _ = server.accept()
+            server.close()  # before the first byte: a reader that has them all cannot reach it again
+            with connection:
                 connection.settimeout(_WAIT_S)
                 for _ in range(num_bytes // len(_BLOCK)):
                     connection.sendall(_BLOCK)
-        except OSError:
-            pass  # the reader says what is wrong
 
     threading.Thread(target=serve, daemon=True).start()
     return int(server.getsockname()[1])

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -101,7 +101,7 @@ def _next_address(address: Address) -> Address:
         if _is_free(address.host, port):
             used.parent.mkdir(parents=True, exist_ok=True)
             used.write_text(str(port))
-            return address.on_port(port)
+            return replace(address, port=port)
     raise ValueError(f"none of the ports {ports[0]} to {ports[0] + NUM_PORTS - 1} of {address.host} is free")
 
 

@@ -155,7 +155,7 @@ def controller_certificates() -> Path:
     import psutil
 
     found = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
-    # loopback first; sorted, so that the name is always the same
+    # loopback last; sorted, so that the name is always the same
     own = sorted(filter(_is_usable, found), key=lambda ip: (is_loopback(ip), ip))
     return _made(",".join(own), "controller")
 
