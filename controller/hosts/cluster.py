@@ -117,19 +117,19 @@ class Cluster:
                 raise ValueError(f"on host {host.name}: {error}") from None
         return OtherHosts(self._controller, tuple(hosts), tuple(taken))
 
-    async def revive(self, group: str) -> None:
-        """Tries to reach the hosts of a group again if all of them are lost. Where that fails, they stay lost.
+    async def revive(self, group: str, least: int = 1) -> None:
+        """Tries to reach the lost hosts of a group again if fewer are left. Where that fails, they stay lost.
 
         Raises `HostsOverError` if that can never succeed.
         """
         async with self._reviving:
-            if all(host.lost is not None for host in self.groups[group]):
+            if sum(host.lost is None for host in self.groups[group]) < least:
                 await self._revive(group)
 
     async def _revive(self, group: str) -> None:
         groups = {} if self._lease is None else await self._lease.allocation.revived()
         by_name = {address.host: address for address in groups.get(group, ())}
-        for old in self.groups[group]:
+        for old in [host for host in self.groups[group] if host.lost is not None]:
             self._addresses[old] = by_name.get(old.name, self._addresses[old])
             with contextlib.suppress(HostError):
                 new = await connect_host(self._addresses[old], self._controller, self._lost_after_s)

@@ -116,7 +116,7 @@ class Assignments:
     def generators(self, name: str, config: GeneratorConfig) -> list[Assignment]:
         """The assignments of a generator's replicas, which take turns on the hosts, then its evaluator's.
 
-        Raises as `trainer` does.
+        If there are more hosts than replicas, a replica runs on several. Raises as `trainer` does.
         """
         self._take_name(name)
         self._hosts.generators.add(name)
@@ -124,10 +124,12 @@ class Assignments:
         hosts = None if self.cluster is None else self.cluster.group_of(name, is_trainer=False)
         if hosts is not None:
             _refuse_turns(name, config)
-            if config.num_replicas < len(hosts):
+            each, left_over = divmod(len(hosts), config.num_replicas)
+            if each > 0 and (left_over or num_ranks % each):
                 raise ValueError(
-                    f"{name!r} has {len(hosts)} hosts and num_replicas {config.num_replicas}; a replica runs on one "
-                    f"host, so num_replicas must be at least {len(hosts)}, or the hosts fewer"
+                    f"{name!r} has {len(hosts)} hosts, num_replicas {config.num_replicas} and tensor_parallel "
+                    f"{num_ranks}; set num_replicas to {len(hosts)} or more, or spread each replica: num_replicas must "
+                    f"divide {len(hosts)}, and the number of a replica's hosts its tensor_parallel"
                 )
             return [self._remote_generator(name, index, config) for index in range(num_copies)]
         own = self._here(name, config, num_ranks * num_copies, num_copies)
@@ -137,13 +139,15 @@ class Assignments:
         ]
 
     async def replaced(self, assignment: Assignment, name: str, index: int, config: GeneratorConfig) -> Assignment:
-        """The assignment of a replica that is started again: the same, or if its host is lost, on a host that is left.
+        """The assignment of a replica that is started again: the same, or if a host is lost, on hosts that are left.
 
         Raises ValueError if those have too few GPUs, and `HostLostError` if none is left.
         """
-        if self.cluster is None or assignment.hosts is None or assignment.hosts.hosts[0].lost is None:
+        hosts = () if assignment.hosts is None else assignment.hosts.hosts
+        if self.cluster is None or all(host.lost is None for host in hosts):
             return assignment
-        await self.cluster.revive(name)
+        num_hosts = len(self.cluster.groups[name])
+        await self.cluster.revive(name, least=num_hosts if config.num_replicas < num_hosts else 1)
         return self._remote_generator(name, index, config)
 
     def store(self) -> "OtherHosts | None":
@@ -159,10 +163,8 @@ class Assignments:
         one_host = not self.generator_hosts()
         if chosen == "network" and one_host:
             raise ValueError("weight_transport is 'network', and trainer and generator are on one host; use 'auto'")
-        if chosen == "shared_memory" and not one_host:
-            raise ValueError("weight_transport is 'shared_memory', and trainer and generator are on several hosts")
-        if chosen == "gpu_memory" and not one_host:
-            raise ValueError("weight_transport is 'gpu_memory', and trainer and generator are on several hosts")
+        if chosen in ("shared_memory", "gpu_memory") and not one_host:
+            raise ValueError(f"weight_transport is {chosen!r}, and trainer and generator are on several hosts")
         on_gpus = self.has_gpu("trainer", is_trainer=True)
         if chosen == "gpu_memory" and not (bool(gpus_here()) if on_gpus is None else on_gpus):
             raise ValueError("weight_transport is 'gpu_memory', and the trainer's host has no GPU; use 'auto'")
@@ -185,9 +187,11 @@ class Assignments:
     def _remote_generator(self, name: str, index: int, config: GeneratorConfig) -> Assignment:
         assert self.cluster is not None
         group = self.cluster.groups[name]
-        hosts = [host for host in group if host.lost is None] or group
-        host = hosts[index % len(hosts)]
-        return Assignment(hosts=self.cluster.place(f"{name}-{index}", [host], config.tensor_parallel, config.gpus))
+        count = max(1, len(group) // config.num_replicas)
+        first = index * count % len(group)
+        left = [host for host in group if host.lost is None] or group
+        own = [host for host in left if host in group[first : first + count]] or [left[index % len(left)]]
+        return Assignment(hosts=self.cluster.place(f"{name}-{index}", own, config.tensor_parallel, config.gpus))
 
     def _take_name(self, name: str) -> None:
         if name in self._names:

@@ -68,6 +68,33 @@ def test_replicas_take_turns_on_hosts_and_move_when_one_is_lost() -> None:
     assert moved.hosts.gpus == (("1",),)  # the other replica has GPU 0
 
 
+def test_replicas_are_spread_over_more_hosts_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    returned = list[Host]()
+
+    async def connect(address: Address, *_: object) -> Host:
+        if not returned:
+            raise HostError(f"{address.host}: no worker listens")
+        return returned[0]
+
+    monkeypatch.setattr(cluster, "connect_host", connect)
+    hosts = tuple(fake_host(f"n{index}", gpus="01") for index in range(4))
+    made, config = Assignments(), GeneratorConfig(num_replicas=2, tensor_parallel=2, evaluator=True)
+    made.use(Cluster({"generator": hosts}, {host: Address("tcp", host.name, 1) for host in hosts}, "me", 20.0))
+    first, second, evaluator = made.generators("generator", config)
+    used = [assignment.hosts for assignment in (first, second, evaluator)]
+    assert [each and each.names for each in used] == ["n0, n1", "n2, n3", "n0, n1"]
+    assert [each and each.gpus for each in used] == [(("0",), ("0",))] * 2 + [(("1",), ("1",))]
+    assert asyncio.run(made.replaced(second, "generator", 1, config)) is second
+    hosts[3].lose("it is gone")  # the two GPUs of n2 suffice
+    moved = asyncio.run(made.replaced(second, "generator", 1, config))
+    assert (moved.hosts and moved.hosts.names, moved.hosts and moved.hosts.gpus) == ("n2", (("0", "1"),))
+    returned.append(fake_host("n3", gpus="0"))
+    back = asyncio.run(made.replaced(second, "generator", 1, config))
+    assert (back.hosts and back.hosts.names, back.hosts and back.hosts.gpus) == ("n2, n3", (("0",), ("0",)))
+    with pytest.raises(ValueError, match="'other' has 4 hosts, num_replicas 3 and tensor_parallel 2; set num_replicas"):
+        assignments(other=hosts).generators("other", GeneratorConfig(num_replicas=3, tensor_parallel=2))
+
+
 def test_a_lost_host_is_left_out_if_the_ranks_fit_on_others() -> None:
     hosts = (fake_host("n1", gpus="01"), fake_host("n2", gpus="01"))
     hosts[0].lose("it is gone")
@@ -91,7 +118,7 @@ def test_a_lost_host_is_left_out_if_the_ranks_fit_on_others() -> None:
             r"'trainer' has 3 ranks on the 2 hosts n1, n2; .* multiple of 2",
         ),
         ("trainer", TrainerConfig(data_parallel_shard=2, placement="colocated"), "'colocated', which is for this host"),
-        ("generator", GeneratorConfig(), "'generator' has 2 hosts and num_replicas 1; a replica runs on one host"),
+        ("generator", GeneratorConfig(), "'generator' has 2 hosts, num_replicas 1 and tensor_parallel 1; set num_re"),
     ],
 )
 def test_what_does_not_fit_is_refused(group: str, config: TrainerConfig | GeneratorConfig, message: str) -> None:

@@ -147,8 +147,10 @@ def test_a_run_over_tls(tmp_path: Path) -> None:
     assert {row["step"] for row in read_metrics(tmp_path / "tls" / "metrics.jsonl")} == {0, 1, 2}
 
 
-def test_two_replicas_on_two_hosts_sample_as_on_one(net: Hosts, tmp_path: Path) -> None:
-    fixed = (str(RECIPE), "--runs", str(tmp_path), "--num-steps", "3", "--generator.num-replicas", "2")
+@pytest.mark.parametrize("layout", [("num-replicas", "2"), ("tensor-parallel", "2")], ids=["replicas", "ranks"])
+def test_a_generator_on_two_hosts_samples_as_on_one(net: Hosts, tmp_path: Path, layout: tuple[str, str]) -> None:
+    option, count = layout
+    fixed = (str(RECIPE), "--runs", str(tmp_path), "--num-steps", "3", f"--generator.{option}", count)
     for name, hosts in (
         ("one", ()),
         ("two", ("--hosts", "trainer=tcp://h1", "--hosts", "generator=tcp://h2,tcp://h3")),
@@ -160,8 +162,9 @@ def test_two_replicas_on_two_hosts_sample_as_on_one(net: Hosts, tmp_path: Path) 
     for ours, theirs in zip(one, two, strict=True):
         # A replica computes what arrives together in one batch, whose float32 sums are rounded differently.
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5, nan_ok=True)
-    for index, host in enumerate(("h2", "h3")):
-        assert f"on host {host}: " in (tmp_path / "two" / "logs" / f"generator-{index}-0.log").read_text()
+    logs = ("generator-0-0", "generator-1-0") if option == "num-replicas" else ("generator-0", "generator-1")
+    for log, host in zip(logs, ("h2", "h3"), strict=True):
+        assert f"on host {host}: " in (tmp_path / "two" / "logs" / f"{log}.log").read_text()
 
 
 def test_the_recipe_of_make_train_learns_on_two_hosts(net: Hosts, tmp_path: Path) -> None:
