@@ -115,7 +115,7 @@ def make_contender(name: str, model: Path, threads: int) -> Callable[[Sequence[D
 
     def bare_step(batch: Sequence[Datum]) -> float:
         """The model's own forward and backward pass on the engine's rows, with the sum of log-probs as the loss."""
-        rows = [engine._pack(microbatch) for microbatch in microbatches(batch)]
+        rows = engine._packed(microbatches(batch))
         start = time.perf_counter()
         for row in rows:
             engine._rows._score(row, entropy=False)[0].sum().backward()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
+from rl.data.packing import pack_row
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
 from rl.types import Datum
 from trainer.config import TrainerConfig
@@ -53,7 +54,8 @@ def run(model: Path, rows: Sequence[list[Datum]], *, whole: bool = True) -> dict
     engine: Any = load_engine(config)
     graphs: list[int] = []
     for row in rows:  # without a loss, which asks how many numbers a kernel has found
-        scores, _ = engine._rows._score(engine._pack_row(row), entropy=False)
+        packed = pack_row(row, share_prefixes=True, share_opening=True)  # also where an engine would not share
+        scores, _ = engine._rows._score(packed, entropy=False)
         scores.sum().backward()
         graphs.append(counters["stats"]["unique_graphs"])
     attention.create_varlen_metadata_for_document = real

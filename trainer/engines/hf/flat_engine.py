@@ -176,10 +176,6 @@ class FlatEngine(TorchEngine):
         self._policy.check(device)
         self._reshard()
 
-    @property
-    def shares_prefixes(self) -> bool:
-        return False
-
     @abstractmethod
     def _shard(self, policy: TransformersPolicy, config: TrainerConfig, device: torch.device) -> ShardedModel:
         """Hook: wraps and loads the model, whose parameters are on the meta device."""

@@ -6,13 +6,13 @@ datums share is computed once per datum.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from rl.data.packing import PackedRow
 from trainer.config import TrainerConfig
 from trainer.engines.hf.transformers_policy import TransformersPolicy
 from trainer.engines.model_check import describe_model
@@ -40,17 +40,10 @@ class Fsdp2Engine(TorchEngine):
             _shard(self._policy, config, device)
         parameters = self._policy.load(config.model, device)
         info = describe_model(config.model, config.head)
-        rows = SequentialRows(self._score, config.num_ranks, device)
+        rows = SequentialRows(partial(self._policy.score, device=device), config.num_ranks, device)
         super().__init__(config, self._policy, parameters, info, device, rows)
         self._policy.check(device)
         self._reshard()
-
-    @property
-    def shares_prefixes(self) -> bool:
-        return False
-
-    def _score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        return self._policy.score(row, self._device, entropy=entropy)
 
     def _views(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         return self._policy.views(name, tensor)

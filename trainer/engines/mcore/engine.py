@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl.data.packing import PackedRow, pack_row, pad_row
+from rl.data.packing import PackedRow, pad_row
 from trainer.config import TrainerConfig
-from trainer.engines.base import Microbatch
 from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.mcore.core_model import Stage, build_model
 from trainer.engines.mcore.groups import make_groups
@@ -67,11 +66,6 @@ class MegatronEngine(TorchEngine):
     @property
     def shares_prefixes(self) -> bool:
         return self._device.type == "cpu"  # kernels for GPUs compute documents apart
-
-    def _pack_row(self, microbatch: Microbatch) -> PackedRow:
-        shares = self.shares_prefixes
-        share_opening = shares and self._config.context_parallel == 1  # elsewhere a document's keys are adjacent
-        return pack_row(microbatch, share_prefixes=shares, share_opening=share_opening)
 
     def _reduce_gradients(self) -> None:
         self._masters.reduce_gradients()

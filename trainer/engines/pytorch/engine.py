@@ -87,6 +87,10 @@ class TorchEngine(Engine):
         return self._version
 
     @property
+    def shares_prefixes(self) -> bool:
+        return False
+
+    @property
     def memory(self) -> PeakMemory:
         return self._memory
 
@@ -163,14 +167,8 @@ class TorchEngine(Engine):
 
     def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
         size_bytes = 12 * sum(p.numel() for p in self._parameters.values())  # parameters and moments, 4 bytes each
-        self._saver.save(
-            path,
-            self._state(optimizer=True),
-            self._info("checkpoint"),
-            size_bytes=size_bytes,
-            asynchronous=asynchronous,
-            keep_last=keep_last,
-        )
+        state, info = self._state(optimizer=True), self._info("checkpoint")
+        self._saver.save(path, state, info, size_bytes=size_bytes, asynchronous=asynchronous, keep_last=keep_last)
         self._optimizer.forget_unused()
 
     def wait_for_checkpoint(self) -> None:
@@ -196,21 +194,17 @@ class TorchEngine(Engine):
 
     def export_hf(self, path: Path, dtype: torch.dtype) -> None:
         size_bytes = dtype.itemsize * sum(parameter.numel() for parameter in self._parameters.values())
-        checkpoint.with_directory(
-            path,
-            self._info("export"),
-            size_bytes,
-            lambda partial: write_hf_directory(
-                partial, self._config.model, self.hf_parameters(), dtype, self._config.head
-            ),
-        )
+
+        def write(partial: Path) -> None:
+            write_hf_directory(partial, self._config.model, self.hf_parameters(), dtype, self._config.head)
+
+        checkpoint.with_directory(path, self._info("export"), size_bytes, write)
 
     def _packed(self, microbatches: Sequence[Microbatch]) -> list[PackedRow | None]:
         """Packs each micro-batch into a row; an empty one becomes None."""
-        return self._failure_sync.run(lambda: [self._pack(microbatch) for microbatch in microbatches])
-
-    def _pack(self, microbatch: Microbatch) -> PackedRow | None:
-        return self._pack_row(self.hooks.prepared(microbatch)) if microbatch else None
+        return self._failure_sync.run(
+            lambda: [self._pack_row(self.hooks.prepared(each)) if each else None for each in microbatches]
+        )
 
     def _result(self, output: OutputCollector) -> ForwardBackwardOutput:
         if self.hooks.after is None:
@@ -298,7 +292,9 @@ class TorchEngine(Engine):
 
     def _pack_row(self, microbatch: Microbatch) -> PackedRow:
         """Hook: packs the datums of a micro-batch into a row, which the engine's model computes."""
-        return pack_row(microbatch, share_prefixes=self.shares_prefixes)
+        shares = self.shares_prefixes
+        share_opening = shares and self._config.context_parallel == 1  # elsewhere a document's keys are adjacent
+        return pack_row(microbatch, share_prefixes=shares, share_opening=share_opening)
 
     def _move_model(self, device: torch.device) -> None:
         """Hook: moves the parameters, which are resharded and have no gradients now, to a device."""
@@ -310,17 +306,15 @@ class TorchEngine(Engine):
     def _state(self, *, optimizer: bool) -> dict[str, Any]:
         """Hook: the state that a step depends on, in tensors that a checkpoint can be loaded into in place."""
         model = {name: parameter.detach() for name, parameter in self._parameters.items()}
-        moments = self._optimizer.state() if optimizer else {}
-        return {
-            # By the names that all engines use, so that each of them can resume from the checkpoint.
+        # By the names that all engines use, so that each of them can resume from the checkpoint.
+        state: dict[str, Any] = {
             "model": {**dict(part for named in model.items() for part in self._views(*named)), **self._buffers()},
-            **(
-                {"optimizer": dict(part for named in moments.items() for part in moment_views(self._views, *named))}
-                if optimizer
-                else {}
-            ),
             "rng": {str(own_rank()): torch.get_rng_state()},
         }
+        if optimizer:
+            moments = self._optimizer.state().items()
+            state["optimizer"] = dict(part for named in moments for part in moment_views(self._views, *named))
+        return state
 
     def _restore_state(self, state: Mapping[str, Any]) -> None:
         """Hook: copies loaded tensors into the live state. Here `_state` returns the live tensors themselves."""

@@ -164,9 +164,9 @@ class RowRunner(ABC):
     def forward(self, rows: Sequence[PackedRow | None], output: OutputCollector, *, entropy: bool) -> None:
         """Adds each of this rank's rows to the output, without a loss."""
 
-    @abstractmethod
     def shared_output(self, output: ForwardBackwardOutput) -> ForwardBackwardOutput:
         """This rank's answer, made of its own results."""
+        return output
 
 
 class SequentialRows(RowRunner):
@@ -201,9 +201,6 @@ class SequentialRows(RowRunner):
                 output.add(row, None, None, {})
             if self._num_ranks > 1:
                 self._score(idle_row(), entropy=entropy)
-
-    def shared_output(self, output: ForwardBackwardOutput) -> ForwardBackwardOutput:
-        return output
 
     def _forward_backward_row(self, row: PackedRow, loss: Loss, output: OutputCollector) -> None:
         scores, entropy = of_positions(row, *self._score(row, entropy=loss.needs_entropy))

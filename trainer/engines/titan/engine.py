@@ -35,7 +35,7 @@ class TitanEngine(TorchEngine):
         torch.manual_seed(config.seed)
         init_process_group(config, device)
         self._parts, context_mesh, pipeline = build_model(config, shape, device)
-        scorer = RowScorer(config, self._parts[0], context_mesh, device)
+        self._scorer = scorer = RowScorer(config, self._parts[0], context_mesh, device)
         super().__init__(
             config,
             nn.ModuleList(self._parts),
@@ -54,9 +54,8 @@ class TitanEngine(TorchEngine):
         return computable and self._parts[0].shares_prefixes
 
     def _pack_row(self, microbatch: Microbatch) -> PackedRow:
-        shares = self.shares_prefixes
-        share_opening = shares and self._config.context_parallel == 1  # elsewhere a document's keys are adjacent
-        return pack_row(microbatch, share_prefixes=shares, share_opening=share_opening)
+        row = super()._pack_row(microbatch)
+        return row if self._scorer.takes_shared(row, self._flops) else pack_row(microbatch, share_prefixes=False)
 
     def _views(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         return expert_views(name, tensor)

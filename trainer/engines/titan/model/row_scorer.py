@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl.data.packing import PackedRow, pad_row
+from rl.data.packing import ModelFlops, PackedRow, pad_row
 from trainer.config import TrainerConfig
 from trainer.engines.pytorch.context_parallel import RowShard, gather_scored, shard_row
 from trainer.engines.pytorch.distribution import Distribution
+from trainer.engines.pytorch.document_attention import installed_flash_attention
 from trainer.engines.pytorch.pipeline import StageInputs
 from trainer.engines.pytorch.ranks import DTYPES
 from trainer.engines.pytorch.row_runner import to_tensor, with_routes
@@ -19,6 +20,9 @@ from trainer.engines.titan.model.attention import needs_flex, sharded_attention_
 from trainer.engines.titan.model.specs import Policy
 
 _BLOCK = 128  # positions per block of a block mask, on a GPU
+# Times that `flex`, which is Triton, takes as long as FlashAttention 3: 395 and 648 TFLOP/s of an H100 (arXiv
+# 2407.08608, figure 5: forward, heads of 128). FlashAttention 2 reaches 370 there, about as many as `flex`.
+_FLEX_TIME = 1.6
 _FLOAT8_MULTIPLE = 16  # torchao's float8 kernels need the inner size of a product to be a multiple of this
 
 
@@ -35,6 +39,22 @@ class RowScorer:
         self._row_multiple = row_multiple(config, device)
         self._compute_dtype = DTYPES[config.compute_dtype]
         self._head_dtype = config.head_dtype
+        self._max_tokens = config.max_tokens_per_microbatch
+
+    def takes_shared(self, row: PackedRow, flops: ModelFlops) -> bool:
+        """Whether a row takes less time as it was packed than its datums apart, or these do not fit a micro-batch.
+
+        Where one kernel computes both, sharing takes less. On a GPU in bfloat16, operations are compared: the row is
+        padded for `flex`, and each operation of its attention counts as often as `flex` is slower.
+        """
+        apart = sum(row.lengths)
+        one_kernel = self._device.type == "cpu" or self._compute_dtype != torch.bfloat16
+        if one_kernel or not needs_flex(row.documents, self._compute_dtype) or apart > self._max_tokens:
+            return True
+        flex_time = 1.0 if installed_flash_attention() is None else _FLEX_TIME
+        fewer_tokens = apart - row_length(len(row.tokens), self._row_multiple)
+        more_pairs = flex_time * float((row.positions + 1).sum()) - sum(n * (n + 1) / 2 for n in row.lengths)
+        return (2 if flops.frozen else 3) * flops.per_token * fewer_tokens >= 3 * flops.per_pair * more_pairs
 
     def score(self, row: PackedRow, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """A `ScoreRow`, for a decoder that is the whole model."""
