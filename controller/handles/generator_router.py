@@ -121,10 +121,10 @@ class GeneratorRouter:
         replica.num_samples += num_samples
         try:
             yield replica
-        except MeshError:
+        except MeshError as error:
             # Only the first request that notices restarts it. Later, another generator may be in its place.
             if replica.generator is generator and replica.up:
-                self._restart(replica)
+                self._restart(replica, error)
             raise
         finally:
             if replica.generator is generator:
@@ -216,7 +216,7 @@ class GeneratorRouter:
             if outcome is None:
                 replica.missing.discard(pull.key)
             elif has_died or len(errors) < len(replicas):
-                self._restart(replica)
+                self._restart(replica, outcome)
         await self._replicas.notify()
         if len(errors) < len(replicas):
             return None
@@ -244,8 +244,9 @@ class GeneratorRouter:
         """Another value whenever prefixes that were computed for this policy have become useless."""
         return policy, self._cache_resets.get(policy), self._cache_resets.get(None)
 
-    def _restart(self, replica: Replica) -> None:
+    def _restart(self, replica: Replica, why: BaseException) -> None:
         """Sends a replica no more requests, and starts another generator in its place."""
+        print(f"{replica.generator.name} is started again: {str(why).partition(chr(10))[0]}", flush=True)
         replica.up = False
         replica.restart = asyncio.create_task(self._start_replacement(replica))
 
@@ -262,11 +263,8 @@ class GeneratorRouter:
                     print(f"{replica.generator.name} is down for good: {error}", flush=True)
                     break
                 pause_s, left = self._pauses_s[num_failures - 1], len(self._pauses_s) - num_failures
-                print(
-                    f"{replica.generator.name} could not be restarted: {error}; trying again in {pause_s:g} s"
-                    f" (and {left} more times)",
-                    flush=True,
-                )
+                again = f"trying again in {pause_s:g} s (and {left} more times)"
+                print(f"{replica.generator.name} could not be restarted: {error}; {again}", flush=True)
                 await asyncio.sleep(pause_s)
         await self._replicas.notify()
 

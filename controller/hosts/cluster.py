@@ -17,7 +17,6 @@ from controller.hosts.remote_host import Host, HostError
 from controller.processes.errors import HostLostError
 from controller.processes.place import GPUPool
 
-_TRAINERS_GROUP = "trainer"
 _KNOWN_ANSWERS_S = 3.0  # that a worker which is not new has for its first answer; a host that is stopped gives none
 
 
@@ -89,7 +88,7 @@ class Cluster:
 
     def group_of(self, role: str, *, is_trainer: bool) -> tuple[Host, ...] | None:
         """The hosts that a role runs on; None for the controller's."""
-        return self.groups.get(role) or (self.groups.get(_TRAINERS_GROUP) if is_trainer else None)
+        return self.groups.get(role) or (self.groups.get("trainer") if is_trainer else None)
 
     def place(
         self, role: str, hosts: Sequence[Host], num_ranks: int, gpus: Sequence[int | str] | None = None
@@ -123,20 +122,18 @@ class Cluster:
         Raises `HostsOverError` if that can never succeed.
         """
         async with self._reviving:
-            if sum(host.lost is None for host in self.groups[group]) < least:
-                await self._revive(group)
-
-    async def _revive(self, group: str) -> None:
-        groups = {} if self._lease is None else await self._lease.allocation.revived()
-        by_name = {address.host: address for address in groups.get(group, ())}
-        for old in [host for host in self.groups[group] if host.lost is not None]:
-            self._addresses[old] = by_name.get(old.name, self._addresses[old])
-            with contextlib.suppress(HostError):
-                new = await connect_host(self._addresses[old], self._controller, self._lost_after_s)
-                self._addresses[new], self._gpus[new] = self._addresses[old], GPUPool(new.facts.gpus)
-                await old.stop()
-                for name, hosts in self.groups.items():
-                    self.groups[name] = tuple(new if host is old else host for host in hosts)
+            if sum(host.lost is None for host in self.groups[group]) >= least:
+                return
+            groups = {} if self._lease is None else await self._lease.allocation.revived()
+            by_name = {address.host: address for address in groups.get(group, ())}
+            for old in [host for host in self.groups[group] if host.lost is not None]:
+                self._addresses[old] = by_name.get(old.name, self._addresses[old])
+                with contextlib.suppress(HostError):
+                    new = await connect_host(self._addresses[old], self._controller, self._lost_after_s)
+                    self._addresses[new], self._gpus[new] = self._addresses[old], GPUPool(new.facts.gpus)
+                    await old.stop()
+                    for name, hosts in self.groups.items():
+                        self.groups[name] = tuple(new if host is old else host for host in hosts)
 
     async def stop(self) -> None:
         """Ends the agents. Returns within seconds, whether the hosts answer or not."""

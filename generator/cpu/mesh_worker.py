@@ -11,8 +11,8 @@ class CPUMeshWorker(CPUWorker):
 
     With `external_launcher`, vLLM 0.32 names its shared memory after the last part of the rendezvous address "env://".
     This name is the same for every group on the host, and remains taken after a kill ("create shm in SHMManager failed.
-    errno: 17"). An address with a port gives each group a name of its own. Ranks on several hosts, which share no memory,
-    get different names: then vLLM has them talk through gloo.
+    errno: 17"). An address with a port gives each group a name of its own. Ranks on several hosts, which share no
+    memory, get different names: then vLLM has them talk through gloo.
 
     vLLM removes the memory's names only in a process that ends in good order, 4 MiB for each rank and group. Once all
     ranks have mapped the memory the names are of no more use, so they are removed then, and the kernel frees the memory

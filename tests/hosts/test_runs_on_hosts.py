@@ -167,6 +167,26 @@ def test_a_generator_on_two_hosts_samples_as_on_one(net: Hosts, tmp_path: Path, 
         assert f"on host {host}: " in (tmp_path / "two" / "logs" / f"{log}.log").read_text()
 
 
+def test_a_replica_of_two_hosts_goes_on_on_the_one_that_is_left(net: Hosts, tmp_path: Path) -> None:
+    options = (
+        "--generator.tensor-parallel",
+        "2",
+        "--hosts",
+        "trainer=tcp://h1",
+        "--hosts",
+        "generator=tcp://h2,tcp://h3",
+    )
+    fixed = (str(RECIPE), "--runs", str(tmp_path), "--num-steps", "6")
+    run = ownloop_run(net, tmp_path, "cut", *fixed, "--name", "cut", *options)
+    wait_for_step(run, tmp_path / "cut", 2, tmp_path / "cut.txt")
+    net.cut("h3")
+    assert run.wait(timeout=300) == 0, (tmp_path / "cut.txt").read_text()
+    log = (tmp_path / "cut" / "logs" / "controller.log").read_text()
+    assert "generator is started again: generator: host h3 is lost" in log
+    assert metric_rows(tmp_path / "cut")[-1]["step"] == 6
+    assert "on host h2: " in (tmp_path / "cut" / "logs" / "generator-1.log").read_text()
+
+
 def test_the_recipe_of_make_train_learns_on_two_hosts(net: Hosts, tmp_path: Path) -> None:
     """Takes 4 to 7 minutes on two cores."""
     hosts = ("--hosts", "trainer=tcp://h1", "--hosts", "generator=tcp://h2")
