@@ -38,8 +38,8 @@ from rl.weights.versions import (
     buffer_size,
 )
 
-_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
-_DEVICE_TO_HOST = 2  # cudaMemcpyDeviceToHost
+_LAZY_PEER_ACCESS, _DEVICE_TO_HOST = 1, 2  # cudaIpcMemLazyEnablePeerAccess, cudaMemcpyDeviceToHost
+_READ = 0  # NVML_P2P_CAPS_INDEX_READ; pynvml's own constant is a tuple, by a slip, which its call refuses
 
 
 class _Handle(ctypes.Structure):
@@ -322,7 +322,7 @@ def unreachable_gpus() -> str:
         return f"the driver does not say which GPUs reach each other ({error})"
     gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     for (i, reader), (j, owner) in permutations(enumerate(gpus), 2):
-        if nvml.nvmlDeviceGetP2PStatus(reader, owner, nvml.NVML_P2P_CAPS_INDEX_READ) != nvml.NVML_P2P_STATUS_OK:
+        if nvml.nvmlDeviceGetP2PStatus(reader, owner, _READ) != nvml.NVML_P2P_STATUS_OK:
             return f"GPU {i} cannot read the memory of GPU {j}"
     return ""
 

@@ -11,14 +11,9 @@ An operator whose tensors lie on the CPU and a GPU, or on two GPUs, raises as CU
 """
 
 import functools
-import importlib.abc
-import importlib.util
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tests.gpu_pretended import vllm_kernels
 from tests.gpu_pretended.kernels import COMPUTED, SHAPED, flex_attention, on_host
+from tests.gpu_pretended.startup.after_import import AfterImport
 
 _NO_KERNEL = {
     f"aten::{name}"
@@ -47,8 +43,8 @@ _MIXES_DEVICES = {
         *("copy_", "_foreach_copy_", "_to_copy", "to", "set_", "_copy_from", "_fused_adamw_"),
         *("index", "index_put_", "_index_put_impl_", "index_put"),
     )
-}
-"""Operators that CUDA lets have tensors of the CPU too, such as indices."""
+} | {"vllm::lora_shrink", "vllm::lora_expand"}
+"""Operators that CUDA lets have tensors of the CPU too, such as indices and flags."""
 _COPIES = {"aten::copy_", "aten::_foreach_copy_"}
 _KERNELS = {**COMPUTED, **vllm_kernels.COMPUTED}
 
@@ -265,7 +261,7 @@ def _switch_compilers_off(*, computes: bool) -> None:
         return function if computes else functools.wraps(function)(functools.partial(_returns_alone, function))
 
     torch.compile = uncompiled  # pyright: ignore[reportAttributeAccessIssue]
-    sys.meta_path.insert(0, _AfterAttention())
+    AfterImport("torchtitan.models.common.attention", _replace_flex_attention)
 
 
 def _returns_alone(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -278,25 +274,7 @@ def _returns_alone(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return tree_map(lambda x: torch.empty_like(x, device=device) if isinstance(x, Tensor) else x, result)
 
 
-class _AfterAttention(importlib.abc.MetaPathFinder):
-    """Waits for the import of torchtitan's attention."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Called for every import."""
-        del path, target
-        if name != "torchtitan.models.common.attention":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        loader: Any = spec.loader
-        execute = loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            execute(module)
-            module.flex_attention = flex_attention
-            module.FlexAttention._compiled_flex_attn = staticmethod(flex_attention)
-
-        loader.exec_module = exec_module
-        return spec
+def _replace_flex_attention(attention: Any) -> None:
+    """In torchtitan's module."""
+    attention.flex_attention = flex_attention
+    attention.FlexAttention._compiled_flex_attn = staticmethod(flex_attention)

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from generator.config import GeneratorConfig
 from generator.options import generator_env
+from rl.lora import LoRAConfig
 from rl.tiny_models import tiny_qwen3
 from rl.types import Completion, SamplingParams
 from rl.weights.versions import VersionRecord
@@ -38,34 +39,56 @@ LIMIT = 0.03
 """Of bfloat16 and a model this small: a wrong version, or a lost key, differs by more than 0.3."""
 
 
-def push(pipe: "Connection[Any, Any]", models: Sequence[Path]) -> None:
-    """The trainer's process: publishes a model when it is asked for its version, and keeps the memory until the end."""
-    publisher = WeightPublisher(torch.bfloat16, "gpu_memory", store=LocalStore())
-    while (version := pipe.recv()) is not None:
-        weights = {name: tensor.cuda() for name, tensor in load_file(models[version] / "model.safetensors").items()}
-        pipe.send(asyncio.run(publisher.publish(version, weights.items())))
+class Trainer:
+    """Another process, which publishes what it is asked to, and keeps the memory until the end."""
+
+    def __init__(self, lora: LoRAConfig | None = None) -> None:
+        """Starts it. `lora` is of all adapters."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_publish, args=(theirs, lora), daemon=True)
+        self._process.start()
+
+    def push(self, version: int, weights: Path, policy: str | None = None) -> VersionRecord:
+        """Publishes a file of tensors as a version of the model or of an adapter."""
+        self._pipe.send((version, weights, policy))
+        return self._pipe.recv()
+
+    def end(self) -> None:
+        """Ends the process."""
+        self._pipe.send(None)
+        self._process.join()
 
 
-class Scores:
-    """What transformers computes with the weights of each version."""
-
-    def __init__(self, models: Sequence[Path]) -> None:
-        self._models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in models]
-
-    def difference(self, completion: Completion) -> float:
-        """Mean absolute difference of log-probs. Keys of older versions stay, so tokens of one version are compared."""
-        tokens = torch.tensor([[*PROMPT, *completion.tokens]])
-        version = completion.versions[0]
-        num_compared = completion.versions.count(version)
-        with torch.no_grad():
-            logprobs = self._models[version](tokens).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-        expected = logprobs.gather(1, tokens[0, len(PROMPT) :, None])[:num_compared, 0]
-        return float((expected - torch.tensor(completion.logprobs[:num_compared])).abs().mean())
+def _publish(pipe: "Connection[Any, Any]", lora: LoRAConfig | None) -> None:
+    publishers: dict[str | None, WeightPublisher] = {}
+    while (asked := pipe.recv()) is not None:
+        version, path, policy = asked
+        if policy not in publishers:
+            of_policy = None if policy is None else lora
+            publishers[policy] = WeightPublisher(
+                torch.bfloat16, "gpu_memory", policy=policy, lora=of_policy, store=LocalStore()
+            )
+        weights = {name: tensor.cuda() for name, tensor in load_file(path).items()}
+        pipe.send(asyncio.run(publishers[policy].publish(version, weights.items())))
 
 
-async def rehearse(engine: Any, pipe: "Connection[Any, Any]", scores: Scores) -> Mapping[str, float]:
+def difference(models: Mapping[int, Any], prompt: Sequence[int], completion: Completion) -> float:
+    """Mean absolute difference of a completion's log-probs from those of transformers' models of its versions."""
+    tokens = torch.tensor([[*prompt, *completion.tokens]])
+    with torch.no_grad():
+        logits = {
+            version: models[version](tokens).logits[0, len(prompt) - 1 : -1] for version in {*completion.versions}
+        }
+    of_versions = torch.stack([logits[version][i] for i, version in enumerate(completion.versions)])
+    expected = of_versions.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
+    return float((expected - torch.tensor(completion.logprobs)).abs().mean())
+
+
+async def rehearse(engine: Any, trainer: Trainer, models: Sequence[Path]) -> Mapping[str, float]:
     """The situations, one after the other."""
     found: dict[str, float] = {}
+    expected = {version: AutoModelForCausalLM.from_pretrained(path) for version, path in enumerate(models)}
 
     async def sampled(num_tokens: int = 12, num_samples: int = 2) -> list[Completion]:
         return await engine.generate(
@@ -73,24 +96,19 @@ async def rehearse(engine: Any, pipe: "Connection[Any, Any]", scores: Scores) ->
         )
 
     def pushed(version: int) -> VersionRecord:
-        pipe.send(version)
-        return pipe.recv()
+        return trainer.push(version, models[version] / "model.safetensors")
 
-    async def compared(name: str, version: int) -> None:
-        completions = await sampled()
-        found[f"versions_wrong_{name}"] = sum(set(each.versions) != {version} for each in completions)
-        found[name] = max(map(scores.difference, completions))
+    def compare(name: str, completions: Sequence[Completion], *versions: int) -> None:
+        found[f"versions_wrong_{name}"] = sum({*each.versions} != {*versions} for each in completions)
+        found[name] = max(difference(expected, PROMPT, each) for each in completions)
 
-    await compared("as_loaded", 0)
-    record = pushed(1)
-    running = asyncio.create_task(sampled(60, 4))
+    compare("as_loaded", await sampled(), 0)
+    record, running = pushed(1), asyncio.create_task(sampled(60, 4))
     while not engine.num_unfinished:
         await asyncio.sleep(0.01)
     await engine.update_weights(record, LocalStore(), mode="inflight")
-    across = await running
-    found["in_flight"] = max(map(scores.difference, across))
-    found["not_across_versions"] = sum(set(each.versions) != {0, 1} for each in across)
-    await compared("after_a_pull_in_flight", 1)
+    compare("in_flight", await running, 0, 1)
+    compare("after_a_pull_in_flight", await sampled(), 1)
 
     record, running = pushed(2), asyncio.create_task(sampled(30, 4))
     aborted = asyncio.create_task(sampled(100, 1))
@@ -98,55 +116,60 @@ async def rehearse(engine: Any, pipe: "Connection[Any, Any]", scores: Scores) ->
         await asyncio.sleep(0.01)
     aborted.cancel()
     await engine.update_weights(record, LocalStore(), mode="drain")
-    found["not_drained"] = sum(set(each.versions) != {1} for each in await running)
+    compare("drained", await running, 1)
     found["left_by_an_abort"] = engine.num_unfinished
-    await compared("after_a_drain", 2)
+    compare("after_a_drain", await sampled(), 2)
 
     await engine.rest(asleep=True)
     record = pushed(1)
     await engine.rest(asleep=False)
     await engine.update_weights(record, LocalStore())
-    await compared("after_sleep_and_a_pull", 1)
+    compare("after_sleep_and_a_pull", await sampled(), 1)
     return found
+
+
+def tiny_models(folder: str) -> Sequence[Path]:
+    """A model for each version, which differ much."""
+    shape: dict[str, Any] = {"hidden_size": 128, "head_dim": 64}
+    return [tiny_qwen3(Path(folder) / str(x), tied=False, initializer_range=x, **shape) for x in SPREADS]
+
+
+def start(model: Path, **options: Any) -> Any:
+    """An engine in this process."""
+    config = GeneratorConfig(
+        model=model,
+        max_model_len=128,
+        max_num_seqs=16,
+        placement="colocated",
+        engine_args={"enforce_eager": True, "gpu_memory_utilization": 0.3},
+        **options,
+    )
+    os.environ.update(generator_env(config))
+    from generator.engine import GenerationEngine
+
+    return GenerationEngine(config)
+
+
+def tell(found: Mapping[str, float]) -> int:
+    """Prints what was found. Returns 1 if a difference is too large, or a number is not 0."""
+    print(json.dumps(found))
+    return int(any(value > (LIMIT if value % 1 else 0) for value in found.values()))
 
 
 def main() -> int:
     """Starts both processes."""
     with tempfile.TemporaryDirectory() as folder:
-        shape: dict[str, Any] = {"hidden_size": 128, "head_dim": 64}
-        models = [
-            tiny_qwen3(Path(folder) / str(spread), tied=False, initializer_range=spread, **shape) for spread in SPREADS
-        ]
-        config = GeneratorConfig(
-            model=models[0],
-            max_model_len=128,
-            max_num_seqs=16,
-            placement="colocated",
-            engine_args={"enforce_eager": True, "gpu_memory_utilization": 0.3},
-        )
-        os.environ.update(generator_env(config))
-        from vllm.distributed.device_communicators import cuda_wrapper
-
-        from generator.engine import GenerationEngine
-
-        # vLLM's sleep looks for the real runtime by its path, and would pass the preloaded one by.
-        cuda_wrapper.find_loaded_library = lambda _: os.environ["LD_PRELOAD"]
-        context = multiprocessing.get_context("spawn")
-        pipe, theirs = context.Pipe()
-        trainer = context.Process(target=push, args=(theirs, models), daemon=True)
-        trainer.start()
-        engine = GenerationEngine(config)
+        models = tiny_models(folder)
+        trainer, engine = Trainer(), start(models[0])
         about = engine.llm.vllm_config
-        found = dict(asyncio.run(rehearse(engine, pipe, Scores(models))))
+        found = dict(asyncio.run(rehearse(engine, trainer, models)))
         found |= {
             "not_v2": float(not about.use_v2_model_runner),
             "not_async": float(not about.scheduler_config.async_scheduling),
         }
-        pipe.send(None)
-        trainer.join()
+        trainer.end()
         engine.close()
-    print(json.dumps(found))
-    return int(any(value > (LIMIT if value % 1 else 0) for value in found.values()))
+    return tell(found)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,23 @@ PARTS = (
         gib=2.0,
         variables={"TRITON_INTERPRET": "1"},
     ),
+    Part(
+        "adapters",
+        "The same with two adapters and the model itself in every batch, prompts scored beside them, an adapter pulled "
+        "again in flight, and another model under them.",
+        ("-m", "tests.gpu_pretended.adapters"),
+        gib=2.0,
+        variables={"TRITON_INTERPRET": "1"},
+    ),
+    Part(
+        "colocated",
+        "`ownloop run` learns on two GPUs whose memory two ranks under FSDP2 and two generators share in turns; the "
+        "generators' log-probs are the trainer's after every push from GPU to GPU.",
+        ("-m", "tests.gpu_pretended.colocated"),
+        gpus=2,
+        gib=1.0,
+        variables={"TRITON_INTERPRET": "1"},
+    ),
 )
 
 

@@ -4,7 +4,7 @@ vLLM's operators for attention find keys and values of earlier tokens by themsel
 strewn over the cache, so they are computed here whole. Legend: as in `kernels.py`; H key-value heads.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,36 @@ def attention(q: Tensor, k: Tensor, v: Tensor, output: Tensor, layer: Any, *_: A
             output[rows] = attend(q[rows].transpose(0, 1), keys, values, mask, scale)[0].transpose(0, 1)
 
 
+def lora_shrink(x: Tensor, stacks: Sequence[Tensor], out: Tensor, *where: Any) -> None:
+    """vllm::lora_shrink: x [T, in] by A of each token's adapter [adapters, 1, rank, in] -> out [slices, T, rank]."""
+    *batch, scale = where
+    out.zero_()
+    for tokens, adapter in _adapted(*batch):
+        for i, stack in enumerate(stacks):
+            out[i, tokens] = scale * (x[tokens].float() @ on_host(stack).squeeze(1)[adapter].mT.float())
+
+
+def lora_expand(x: Tensor, stacks: Sequence[Tensor], out: Tensor, *where: Any) -> None:
+    """vllm::lora_expand: x [slices, T, rank] by B [adapters, 1, width, rank] goes or is added to out [T, widths]."""
+    offset, adds = (*where[7:], *(0, False)[len(where) - 7 :])  # torch leaves out what is as by default
+    for tokens, adapter in _adapted(*where[:7]):
+        first = offset
+        for part, stack in zip(x, stacks, strict=True):
+            found = part[tokens].to(stack.dtype).float() @ on_host(stack).squeeze(1)[adapter].mT.float()
+            columns = slice(first, first := first + found.shape[1])
+            out[tokens, columns] = (out[tokens, columns].float() * adds + found).to(out.dtype)
+
+
+def _adapted(
+    of_tokens: Tensor, ordered: Tensor, counts: Tensor, starts: Tensor, slots: Tensor, nobody: Tensor, active: Tensor
+) -> Iterator[tuple[Tensor, int]]:
+    """The tokens of a batch that each slot's adapter changes, by what vLLM tells its kernels."""
+    del of_tokens
+    for i in range(0 if nobody.item() else int(active)):
+        if (slot := int(slots[i])) >= 0:
+            yield ordered[int(starts[i]) :][: int(counts[i])].long(), slot
+
+
 def _context(layer: Any) -> tuple[Any, Any, Tensor, Tensor | None]:
     """What the layer was told of this step, the layer, its cache [blocks, H, N, 2 D], and the slots of the tokens."""
     from vllm.model_executor.layers.attention import attention as of_vllm
@@ -88,6 +118,8 @@ COMPUTED: Mapping[str, Callable[..., Any]] = {
     "_C::fused_add_rms_norm": fused_add_rms_norm,
     "_C::silu_and_mul": silu_and_mul,
     "_C::rotary_embedding": rotary_embedding,
+    "vllm::lora_shrink": lora_shrink,
+    "vllm::lora_expand": lora_expand,
     "vllm::unified_kv_cache_update": kv_cache_update,
     "vllm::unified_attention_with_output": attention,
 }

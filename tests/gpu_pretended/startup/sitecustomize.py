@@ -3,42 +3,34 @@
 Nothing happens until the process imports torch itself; tests.gpu_pretended.device then takes over.
 """
 
-import importlib.abc
-import importlib.util
 import os
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from after_import import AfterImport
 
-class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Waits for the import of torch."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Called for every import."""
-        del path, target
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        loader: Any = spec.loader
-        execute = loader.exec_module
+def _compute(torch: ModuleType) -> None:
+    del torch
+    sys.path.insert(0, str(Path(__file__).parents[3]))
+    from tests.gpu_pretended.device import install
 
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            sys.path.insert(0, str(Path(__file__).parents[3]))
-            from tests.gpu_pretended.device import install
+    install(computes=os.environ["PRETENDED_GPU"] == "computed")
 
-            install(computes=os.environ["PRETENDED_GPU"] == "computed")
 
-        loader.exec_module = exec_module
-        return spec
+def _find_runtime(cuda_wrapper: Any) -> None:
+    """VLLM's sleep looks for the real runtime by its path, and would pass the preloaded one by."""
+    cuda_wrapper.find_loaded_library = lambda _: os.environ["LD_PRELOAD"]
+
+
+def _measure_little(matrix_rate: Any) -> None:
+    """The rate of a pretended GPU is of no use, and takes half a minute."""
+    matrix_rate._SIZES["cuda"] = 64
 
 
 if os.environ.get("PRETENDED_GPU"):
-    sys.meta_path.insert(0, _AfterTorch())
+    AfterImport("torch", _compute)
+    AfterImport("trainer.matrix_rate", _measure_little)
+    AfterImport("vllm.distributed.device_communicators.cuda_wrapper", _find_runtime)

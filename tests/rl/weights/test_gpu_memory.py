@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import ctypes
 import multiprocessing
+import operator
 import subprocess
 import sys
 import warnings
@@ -224,8 +225,8 @@ def test_gpu_logic_gpus_that_do_not_reach_each_other_are_named(
         nvmlInit=lambda: None,
         nvmlDeviceGetCount=lambda: 3,
         nvmlDeviceGetHandleByIndex=int,
-        nvmlDeviceGetP2PStatus=lambda reader, owner, _: statuses.get((reader, owner), 0),
-        NVML_P2P_CAPS_INDEX_READ=0,
+        nvmlDeviceGetP2PStatus=lambda reader, owner, kind: statuses.get((reader, owner), operator.index(kind)),
+        NVML_P2P_CAPS_INDEX_READ=(0,),  # as pynvml has it, whose call takes no tuple
         NVML_P2P_STATUS_OK=0,
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
