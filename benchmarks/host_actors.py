@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +66,16 @@ class SendingRank(Actor):
         return record
 
     @endpoint
-    async def serve(self) -> int:
-        """Sends a version's bytes over plain TCP to the first who connects. Returns the port."""
-        server, data = socket.create_server(("0.0.0.0", 0)), _memory(self._flat)
+    async def serve(self, num_connections: int) -> int:
+        """Sends a version's bytes over plain TCP, an even share to each who connects. Returns the port."""
+        server = socket.create_server(("0.0.0.0", 0))
 
-        def send() -> None:
-            with server, server.accept()[0] as connection:
-                connection.sendall(data)
+        def send(share: torch.Tensor) -> None:
+            with server.accept()[0] as connection:
+                connection.sendall(_memory(share))
 
-        threading.Thread(target=send, daemon=True).start()
+        for share in self._flat.chunk(num_connections):
+            threading.Thread(target=send, args=(share,), daemon=True).start()
         return int(server.getsockname()[1])
 
     @endpoint
@@ -115,14 +117,20 @@ class ReadingRank(Actor):
                 self._weights[spec.name].copy_(buffer.tensor(spec))
 
     @endpoint
-    async def fetch(self, host: str, port: int) -> float:
-        """Reads a version's bytes over plain TCP. Returns the seconds that it took."""
-        begin, data, got = time.perf_counter(), _memory(self._flat), 0
-        with socket.create_connection((host, port)) as connection:
-            while got < len(data):
-                read = connection.recv_into(data[got:])
-                assert read, "the connection ended"
-                got += read
+    async def fetch(self, host: str, port: int, num_connections: int) -> float:
+        """Reads a version's bytes over plain TCP connections side by side. Returns the seconds that it took."""
+
+        def receive(share: torch.Tensor) -> int:
+            data, got = _memory(share), 0
+            with socket.create_connection((host, port)) as connection:
+                while read := connection.recv_into(data[got:]):
+                    got += read
+            return got
+
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(num_connections) as threads:
+            received = sum(threads.map(receive, self._flat.chunk(num_connections)))
+        assert received == self._flat.nbytes, "a connection ended early"
         return time.perf_counter() - begin
 
     @endpoint

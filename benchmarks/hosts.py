@@ -6,8 +6,9 @@ Needs root: the hosts are namespaces with a network, processes and memory of the
 (`ownloop worker`) runs in each. The wire is this machine's memory, and all hosts share its cores.
 
 * A version of 269 MB in 272 tensors goes from h1 to h2: pushed, over one link and over as many as by default, and
-  pulled into the tensors of a process there. In the same rounds the same bytes go over one plain TCP connection, and
-  through TorchStore as a state dict. What vLLM adds to a pull is measured by `weight_sync`.
+  pulled into the tensors of a process there. In the same rounds the same bytes go over one plain TCP connection, over
+  as many side by side as there are links, and through TorchStore as a state dict. What vLLM adds to a pull is measured
+  by `weight_sync`.
 * The same of a version of which every hundredth element has changed, without references.
 * The same with three hosts that receive; the bytes that h1 sends are counted on its interface.
 * From nothing to the first answers of a mesh with a rank on each of 16 hosts.
@@ -60,7 +61,7 @@ def main() -> None:
         {
             "megabytes": weights["megabytes"],
             "rounds": rounds,
-            **{f"seconds_{name}": one[name] for name in ("tcp", "push", "pull", "torchstore")},
+            **{f"seconds_{name}": one[name] for name in ("tcp", "tcp_side_by_side", "push", "pull", "torchstore")},
             **{f"seconds_{name}": one[name] for name in ("push_1_link", "push_1_percent")},
             **{f"seconds_{name}_3_hosts": three[name] for name in ("push", "pull")},
             "megabytes_sent_1_host": one["bytes"] / 1e6,

@@ -104,8 +104,9 @@ async def _to_one(trainer: "Mesh", reader: "Mesh", address: str, rounds: int) ->
         seconds["push_1_percent"].append(push)
         seconds["bytes_1_percent"].append(sent)
     for version in range(rounds + 1, 3 * rounds + 3, 2):
-        port = await trainer.answer(sender.serve.call_one(), "serve")
-        seconds["tcp"].append(await reader.answer(receiver.fetch.call_one(address, port), "fetch"))
+        for count, name in ((1, "tcp"), (LINKS, "tcp_side_by_side")):
+            port = await trainer.answer(sender.serve.call_one(count), "serve")
+            seconds[name].append(await reader.answer(receiver.fetch.call_one(address, port, count), "fetch"))
         for index, (count, name) in enumerate(((1, "_1_link"), (LINKS, ""))):
             await trainer.answer(sender.use_links.call_one(count), "use_links")
             push, pull, sent = await _update(trainer, [reader], version + index)

@@ -18,7 +18,7 @@ from tests.controller.server.real_trainer_server import real_trainer_server  # n
 from tests.controller.server.running_server import RunningServer  # noqa: E402
 from tests.controller.server.sdk import datum, scores  # noqa: E402
 from tests.controller.server.test_training_client import ADVANTAGES, Q, reference  # noqa: E402
-from trainer.engines.titan import engine as titan_engine  # noqa: E402
+from trainer.engines.pytorch import engine as pytorch_engine  # noqa: E402
 
 TOKENS = [5, 9, 2, 7, 11, 3, 8, 20]
 
@@ -73,7 +73,7 @@ def test_groups_share_their_prompt_and_get_every_log_prob(
         num_computed.append(len(row.tokens))
         return row
 
-    monkeypatch.setattr(titan_engine, "pack_row", watched)
+    monkeypatch.setattr(pytorch_engine, "pack_row", watched)
     output = client.forward_backward(group, "importance_sampling").result()
     assert num_computed == [4 + 2 + 1], "the prompt once, and once what follows it twice"
     assert output.metrics["num_loss_tokens:sum"] == sum(map(len, ends))
