@@ -61,7 +61,7 @@ class OpenAIRequests:
         self._serving: dict[tuple[str, ...], OpenAIServing] = {}
         self._running: dict[str, asyncio.Task[tuple[int, str | AsyncGenerator[str]]]] = {}
         self._events: dict[str, AsyncGenerator[str]] = {}
-        self._taking: dict[str, asyncio.Task[str | None]] = {}
+        self._taking: dict[str, asyncio.Future[str | None]] = {}
 
     async def begin(self, call_id: str, call: OpenAICall) -> tuple[int, str | None]:
         """Status and JSON of the answer; None in the place of JSON if the answer is a stream.
@@ -85,7 +85,7 @@ class OpenAIRequests:
         """The next event of a stream; None after the last, or if it was cancelled."""
         if call_id not in self._events:
             return None
-        self._taking[call_id] = taking = asyncio.create_task(_next(self._events[call_id]))
+        self._taking[call_id] = taking = asyncio.ensure_future(anext(self._events[call_id], None))
         try:
             event = await taking
         except asyncio.CancelledError:
@@ -117,7 +117,3 @@ class OpenAIRequests:
             if names not in self._serving:
                 self._serving[names] = await asyncio.to_thread(build)
             return self._serving[names]
-
-
-async def _next(events: AsyncGenerator[str]) -> str | None:
-    return await anext(events, None)

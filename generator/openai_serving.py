@@ -5,10 +5,11 @@ policy a request samples from is the caller's to say, and not the request's.
 """
 
 import copy
+import json
 from collections.abc import AsyncGenerator
 from contextvars import ContextVar
 from importlib.metadata import entry_points
-from typing import Any, cast
+from typing import Any
 
 import vllm
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -35,8 +36,7 @@ CALL: ContextVar[OpenAICall] = ContextVar("call")
 class EngineClient:
     """What vLLM's serving code asks of `vllm.engine.protocol.EngineClient`."""
 
-    errored = False  # an engine that has stopped says so at the next request
-    dead_error = None
+    errored = dead_error = None  # an engine that has stopped says so at the next request
 
     def __init__(self, engine: GenerationEngine, llm: LLMEngine) -> None:
         self._engine = engine
@@ -95,14 +95,12 @@ class OpenAIServing:
     async def answer(self, call: OpenAICall) -> tuple[int, str | AsyncGenerator[str]]:
         """The status, and JSON or the events of a stream."""
         CALL.set(call)
-        serving = self._chat if call.kind == "chat" else self._completion
         try:
             result = await self._answer(call)
         except Exception as error:
-            result = serving.create_error_response(error)
-        if isinstance(result, ErrorResponse):
-            return int(result.error.code), result.model_dump_json()
-        return 200, result if isinstance(result, AsyncGenerator) else result.model_dump_json()
+            result = self._chat.create_error_response(error)
+        status = int(result.error.code) if isinstance(result, ErrorResponse) else 200
+        return status, result if isinstance(result, AsyncGenerator) else _as_json(result)
 
     async def _answer(self, call: OpenAICall) -> Any:
         request_type = ChatCompletionRequest if call.kind == "chat" else CompletionRequest
@@ -110,9 +108,15 @@ class OpenAIServing:
         if request.use_beam_search:
             raise ValueError("use_beam_search is not supported; use n with a temperature")
         request.model = call.model
-        if call.kind == "chat":
-            return await self._chat.create_chat_completion(cast(ChatCompletionRequest, request))
-        return await self._completion.create_completion(cast(CompletionRequest, request))
+        create: Any = self._chat.create_chat_completion if call.kind == "chat" else self._completion.create_completion
+        return await create(request)
+
+
+def _as_json(result: Any) -> str:
+    try:
+        return str(result.model_dump_json())
+    except ValueError:  # a model may write half a surrogate pair into a tool call, which JSON cannot hold
+        return json.dumps(result.model_dump(mode="json"), ensure_ascii=False).encode(errors="replace").decode()
 
 
 def find_serving(name: str) -> type[OpenAIServing]:

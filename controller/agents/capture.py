@@ -118,11 +118,14 @@ class CapturingRenderer(OnlineRenderer):
 
     async def preprocess_chat(self, request: Any, messages: list[Any], *args: Any, **options: Any) -> Any:
         """As vLLM's, with the prompt's tokens replaced. Raises ValueError for what cannot be captured exactly."""
-        _check_request(request, messages)  # before vLLM renders: an error costs nothing
+        _check_messages(request, messages)  # before vLLM renders: an error costs nothing
         now = _NOW.get()
         now.request, now.constrained = request, _wants_form(request)  # before a parser adds a form of its own
         # vLLM's own tokens, which may differ from what was sampled before
-        made: Any = await super().preprocess_chat(request, messages, *args, **options)
+        try:
+            made: Any = await super().preprocess_chat(request, messages, *args, **options)
+        except RecursionError:  # no SDK repeats a 400
+            raise ValueError("the arguments of a tool call are nested too deeply") from None
         conversation, inputs = made
         template = self._template(request, options)
         now.conversation, now.parser_class = list(conversation), self.parser
@@ -261,6 +264,11 @@ class CapturingServing(OpenAIServing):
         request_type, create = self._dialects[call.kind]
         request = request_type.model_validate_json(call.body)
         request.model = call.model  # vLLM refuses names that it does not serve, and the program's is free
+        _check_request(request)
+        if call.kind == "messages" and request.messages and request.messages[-1].role == "assistant":
+            raise ValueError("messages end with the assistant's, which no answer continues here; end with the user's")
+        if call.kind != "messages/count_tokens":
+            _limit(request, min(call.extra.sampling.max_tokens, self._chat.model_config.max_model_len))
         result = await create(request)
         if call.kind.startswith("messages") and not isinstance(result, ErrorResponse | AsyncGenerator):
             return _WithoutNulls(result)
@@ -272,6 +280,10 @@ class _WithoutNulls:
 
     def __init__(self, result: Any) -> None:
         self._result = result
+
+    def model_dump(self, **options: Any) -> Any:
+        """Plain values."""
+        return self._result.model_dump(exclude_none=True, **options)
 
     def model_dump_json(self) -> str:
         """JSON."""
@@ -332,21 +344,40 @@ def _seed(seed: int, repeat: int, prompt: Sequence[int]) -> int:
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 2  # 62 bits: a positive int64
 
 
-def _check_request(request: Any, messages: Sequence[Any]) -> None:
+def _limit(request: Any, most: int) -> None:
+    """Sets how many tokens a request samples: at most `most`, also where it leaves that out.
+
+    vLLM refuses more than the context, which programs do not know, and fills in what generation_config.json says.
+    """
+    fields = type(request).model_fields  # each dialect has its own; chat completions have two, the first goes before
+    names = [name for name in ("max_completion_tokens", "max_output_tokens", "max_tokens") if name in fields]
+    asked = [number for name in names if (number := getattr(request, name)) is not None]
+    setattr(request, names[0], min([most, *asked[:1]]))
+    if "min_tokens" in fields:
+        request.min_tokens = 0  # the endpoint's sampling has none, and vLLM compares it with the limit
+
+
+def _check_request(request: Any) -> None:
     """Raises ValueError for a request whose tokens could not be captured as one call."""
     asks = partial(getattr, request)
     refused = {
         "n": (asks("n", None) or 1, 1, "send as many requests"),
         "use_beam_search": (asks("use_beam_search", False), False, "sample with several requests"),
         "continue_final_message": (asks("continue_final_message", False), False, "end with a user's message"),
+        "add_generation_prompt": (asks("add_generation_prompt", True), True, "leave it out"),
         "echo": (asks("echo", False), False, "read the prompt from the request"),
         "previous_response_id": (asks("previous_response_id", None), None, "send the whole input"),
+        "conversation": (asks("conversation", None), None, "send the whole input"),
         "background": (bool(asks("background", False)), False, "wait for the answer, or stream it"),
     }
     # values that mean the same as leaving the field out are accepted
     for name, (value, accepted, instead) in refused.items():
         if value != accepted:
             raise ValueError(f"{name} is {value!r}, which an agent's endpoint does not take; {instead}")
+
+
+def _check_messages(request: Any, messages: Sequence[Any]) -> None:
+    """Raises ValueError for tools that no program runs, and for what is not text."""
     for tool in getattr(request, "tools", None) or ():
         if tool.type != "function":
             raise ValueError(f"tools has one of type {tool.type!r}; only 'function' is taken, for programs that run it")

@@ -83,13 +83,12 @@ class AgentEndpoint:
     async def handle(self, request: Request) -> Response:
         """Answers one HTTP request."""
         path = request.url.path.strip("/")
-        # Anthropic's clients send the first, OpenAI's the second
-        key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+        keys = _keys(request)
         if path.startswith("s/"):
-            _, key, path = (*path.split("/", 2), "")[:3]  # a key in the path, for programs that set no header
+            _, key, path = (*path.split("/", 2), "")[:3]  # for programs that set no header
+            keys = [key, *keys[-1:]]
         dialect = path.removeprefix("v1/")
-        # the second serves frameworks that name a session in a header
-        session = self.sessions.get(key.strip()) or self.sessions.get(_named(request))
+        session = next((self.sessions[key] for key in keys if key in self.sessions), None)
         if session is None:
             return failure(dialect, 401, "the API key is of no open session; a program uses the key that it was given")
         if request.method in ("GET", "HEAD"):
@@ -326,6 +325,8 @@ def _without_ids(body: bytes) -> int:
         return hash(json.dumps(_plain(json.loads(body)), sort_keys=True))  # sorted: the order of fields does not matter
     except RecursionError:
         raise ValueError("the body is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"the body is no JSON in UTF-8, uncompressed: {error}") from None
 
 
 def _plain(value: Any) -> Any:
@@ -340,9 +341,12 @@ def _model_name(body: bytes) -> str:
     return name if isinstance(name, str) else "policy"
 
 
-def _named(request: Request) -> str:
-    # the part before the dot is the key; `verifiers_worker` adds a number
-    return request.headers.get("x-session-id", "").partition(".")[0]
+def _keys(request: Request) -> list[str]:
+    """What may be a session's key: of Anthropic's clients, of OpenAI's, and of frameworks that name a session."""
+    sent = request.headers
+    scheme, _, token = sent.get("authorization", "").strip().partition(" ")
+    # of the last, the part before the dot is the key; `verifiers_worker` adds a number
+    return [sent.get("x-api-key", "").strip(), token.strip() or scheme, sent.get("x-session-id", "").partition(".")[0]]
 
 
 def _label(request: Request) -> str:

@@ -23,7 +23,7 @@ class SessionLimits:
     max_calls: int = 64
     """Requests that are answered."""
     max_sampled_tokens: int = 32_768
-    """Tokens of all answers."""
+    """Tokens of all answers. Of parallel answers each may use what is left."""
     max_parallel: int = 16
     """Requests that are answered at the same time. Others wait."""
     max_body_bytes: int = 32 << 20

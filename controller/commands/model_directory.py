@@ -138,7 +138,7 @@ def _write_model(
             _write_weights(made, weights, file_bytes)
             for file in other_files(source):
                 (made / file).parent.mkdir(exist_ok=True)
-                shutil.copy(source / file, made / file)
+                shutil.copyfile(source / file, made / file)
             config.pop("torch_dtype", None)
             (made / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2))
             inspect_model(made)

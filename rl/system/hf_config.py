@@ -335,11 +335,11 @@ def end_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """
     generation = path / "generation_config.json"
     value = _read_json(generation, "").get("eos_token_id") if generation.is_file() else None
-    if value is None:
-        value = config.get("eos_token_id")
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+    value = config.get("eos_token_id") if value is None else value
+    ids: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(token) is not int for token in ids):
+        raise ValueError(f"model directory {path}: eos_token_id is {value!r}; it must be a token id, or a list of them")
+    return tuple(ids)
 
 
 def check_architecture(path: Path, *, as_published: bool = False) -> None:

@@ -24,6 +24,7 @@ FAMILIES: Mapping[str, str] = {
 CLASSIFIER_SUFFIX = "ForSequenceClassification"
 """How transformers names a backbone with a head called `score`, the form in which critics are exported."""
 _LM_SUFFIX = "ForCausalLM"
+_ANY = "the engine 'fsdp2' trains others"
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _ACCEPTED: Mapping[str, Any] = {
     "attention_bias": False,
@@ -137,10 +138,7 @@ def _family(config: Mapping[str, Any]) -> str:
         backbone = name.removesuffix(CLASSIFIER_SUFFIX) + _LM_SUFFIX if name.endswith(CLASSIFIER_SUFFIX) else name
         if backbone in FAMILIES:
             return FAMILIES[backbone]
-    raise ValueError(
-        f"config.json: architectures is {architectures}; this engine's are {', '.join(FAMILIES)}. The engine 'fsdp2' "
-        "trains others"
-    )
+    raise ValueError(f"config.json: architectures is {architectures}; this engine's are {', '.join(FAMILIES)}; {_ANY}")
 
 
 def _read_moe(config: Mapping[str, Any]) -> ExpertsConfig:
@@ -172,11 +170,11 @@ def read_experts(
 
 
 def refuse_options(config: Mapping[str, Any], accepted: Mapping[str, Any]) -> None:
-    """Raises ValueError for a key with another value than the accepted one, and for quantised weights."""
+    """Raises ValueError for a key with another value than the accepted one, where null is false; and if quantised."""
     for key, supported in accepted.items():
-        value = config.get(key)
-        if value is not None and value != supported:
-            raise ValueError(f"config.json: {key} is {value!r}; only {supported!r} is supported")
+        value = config.get(key, supported)
+        if value != supported and (value is not None or supported is True):
+            raise ValueError(f"config.json: {key} is {value!r}; only {supported!r} is supported; {_ANY}")
     if config.get("quantization_config") is not None:
         raise ValueError("config.json: quantization_config is set; only unquantized weights can be trained")
 
@@ -187,7 +185,7 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | No
     rope_type = rope.get("rope_type", "default")
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
     if part != 1.0:
-        raise ValueError(f"config.json: partial_rotary_factor is {part!r}; only 1.0 is supported")
+        raise ValueError(f"config.json: partial_rotary_factor is {part!r}; only 1.0 is supported; {_ANY}")
     if rope_type == "default":
         return theta, None
     if rope_type == "llama3":
@@ -203,4 +201,4 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | No
             high_freq_factor=float(rope["high_freq_factor"]),
             original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
         )
-    raise ValueError(f"config.json: rope_type is {rope_type!r}; supported are 'default' and 'llama3'")
+    raise ValueError(f"config.json: rope_type is {rope_type!r}; supported are 'default' and 'llama3'; {_ANY}")

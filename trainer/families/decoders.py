@@ -171,6 +171,15 @@ def qwen3_moe(config: Mapping[str, Any]) -> Qwen3MoeShape:
     return Qwen3MoeShape(**{field.name: getattr(shape, field.name) for field in fields(shape)})
 
 
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""Where a file states nothing."""
+
+
 def gpt_oss(config: Mapping[str, Any]) -> GptOssShape:
     """The `decoder` of gpt-oss."""
     accepted = {"attention_bias": True, "hidden_act": "silu", "attention_dropout": 0.0}
@@ -178,7 +187,9 @@ def gpt_oss(config: Mapping[str, Any]) -> GptOssShape:
     sizes = read_sizes(config)
     kinds = config.get("layer_types") or _alternating(sizes["num_layers"])
     window = config.get("sliding_window")
-    rope = rope_parameters(config) or {"rope_type": "yarn", "factor": 32.0, "truncate": False}
+    rope = rope_parameters(config) or _GPT_OSS_ROPE
+    if "rope_type" not in rope:  # transformers scales or not, depending on where the base stands
+        raise ValueError(f"config.json: rope_parameters is {rope} without rope_type; state it, 'yarn' or 'default'")
     return GptOssShape(
         family="gpt_oss",
         **sizes,
@@ -206,13 +217,12 @@ def glm4_moe(config: Mapping[str, Any]) -> Glm4MoeShape:
     sizes, rope = read_sizes(config), rope_parameters(config)
     if rope.get("rope_type", "default") != "default":
         raise ValueError(f"config.json: rope_type is {rope['rope_type']!r}; only 'default' is supported")
-    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 0.5
     return Glm4MoeShape(
         family="glm4_moe",
         **sizes,
         **_routed(config),
         rope_theta=float(rope.get("rope_theta", 10000.0)),
-        rotary_dim=int(sizes["head_dim"] * part),
+        rotary_dim=_rotary_dim(config, sizes["head_dim"], 0.5),
         qk_norm=bool(config.get("use_qk_norm", False)),
         attention_bias=bool(config.get("attention_bias", False)),
     )
@@ -252,7 +262,6 @@ def qwen3_5(config: Mapping[str, Any]) -> Qwen35Shape:
     has_experts = "num_experts" in config
     # Mixtures have no feed-forward network of their own, so their files need not say how large it would be.
     sizes = read_sizes({"head_dim": 256, **({"intermediate_size": 0} if has_experts else {}), **config})
-    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 0.25
     interval = int(config.get("full_attention_interval") or 4)
     kinds = config.get("layer_types") or [
         "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(sizes["num_layers"])
@@ -271,7 +280,7 @@ def qwen3_5(config: Mapping[str, Any]) -> Qwen35Shape:
         if has_experts
         else None,
         attends=tuple(kind == "full_attention" for kind in kinds),
-        rotary_dim=int(sizes["head_dim"] * part),
+        rotary_dim=_rotary_dim(config, sizes["head_dim"], 0.25),
         num_key_heads=int(config.get("linear_num_key_heads", 16)),
         num_value_heads=int(config.get("linear_num_value_heads", 32)),
         key_head_dim=int(config.get("linear_key_head_dim", 128)),
@@ -282,8 +291,20 @@ def qwen3_5(config: Mapping[str, Any]) -> Qwen35Shape:
     )
 
 
+def _rotary_dim(config: Mapping[str, Any], head_dim: int, default: float) -> int:
+    """Dimensions of a head that rotary embeddings rotate. Raises ValueError where those are none or too many."""
+    part = rope_parameters(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    part = default if part is None else part
+    if not 0 < part <= 1:
+        raise ValueError(f"config.json: partial_rotary_factor is {part!r}; it must be above 0 and at most 1")
+    return int(head_dim * part)
+
+
 def _routed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that both have."""
+    """The fields that both have. Raises ValueError for groups that cannot be chosen from."""
+    groups, chosen = (1 if config.get(name) is None else config[name] for name in ("n_group", "topk_group"))
+    if not 1 <= chosen <= groups:
+        raise ValueError(f"config.json: topk_group is {chosen!r}; it must be between 1 and n_group, {groups!r}")
     return {
         "rope_scaling": None,
         "moe": read_experts(
@@ -295,8 +316,8 @@ def _routed(config: Mapping[str, Any]) -> dict[str, Any]:
         "routing": SigmoidRouting(
             first_layer=int(config.get("first_k_dense_replace") or 0),
             num_shared_experts=int(config.get("n_shared_experts") or 0),
-            num_groups=int(config.get("n_group") or 1),
-            num_chosen_groups=int(config.get("topk_group") or 1),
+            num_groups=int(groups),
+            num_chosen_groups=int(chosen),
             scale=float(config.get("routed_scaling_factor", 1.0)),
         ),
     }
@@ -316,9 +337,10 @@ def read_yarn(rope: Mapping[str, Any], max_seq_len: int) -> Yarn | None:
     factor = float(rope["factor"])
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     scale = yarn_scale(factor, mscale) / yarn_scale(factor, all_dim) if mscale and all_dim else yarn_scale(factor, 1.0)
+    stated = rope.get("attention_factor")
     return Yarn(
         factor=factor,
-        attention_factor=float(rope.get("attention_factor") or scale),
+        attention_factor=float(scale if stated is None else stated),
         beta_fast=float(rope.get("beta_fast") or 32),
         beta_slow=float(rope.get("beta_slow") or 1),
         original_max_position_embeddings=int(rope.get("original_max_position_embeddings") or max_seq_len),

@@ -209,6 +209,56 @@ def test_equal_requests_have_seeds_of_their_own(chat_engine: GenerationEngine) -
     run_paced(main())
 
 
+@pytest.mark.parametrize("dialect", ["chat/completions", "responses", "messages"])
+def test_more_tokens_than_the_context_means_the_limit(
+    chat_engine: GenerationEngine, dialect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as where generation_config.json has max_new_tokens
+    config = type(chat_engine.llm.model_config)
+    monkeypatch.setattr(config, "get_diff_sampling_param", lambda _: {"max_tokens": 3})
+    name = {"responses": "max_output_tokens", "messages": "max_tokens"}.get(dialect, "max_completion_tokens")
+    body = {"model": "m", "messages": ASK, "input": ASK}
+
+    async def main() -> None:
+        async with endpoint_over(chat_engine, max_tokens=9, ignore_eos=True) as endpoint:
+            session = endpoint.begin("a")
+            for more in ({name: 32_000}, {name: 9, "min_tokens": 20}, {name: 4}, {}):
+                if more or dialect != "messages":  # Anthropic's dialect requires it
+                    await of_openai(endpoint, session).post(f"/{dialect}", body={**body, **more}, cast_to=object)
+            lengths = [len(call.turn.completion.tokens) for call in session.calls]
+            assert lengths == [9, 9, 4, 9][: 3 if dialect == "messages" else 4]
+
+    run_paced(main())
+
+
+def test_half_a_surrogate_pair_loses_no_answer(chat_engine: GenerationEngine) -> None:
+    """JSON cannot hold it. A model writes it as an escape, within the arguments of a tool call."""
+    forced = {"structured_outputs": {"choice": [CALL.replace("1", '"\\ud83d"')]}}
+
+    async def main() -> None:
+        async with endpoint_over(chat_engine, max_tokens=90) as endpoint:
+            session = endpoint.begin("a")
+            client = of_openai(endpoint, session)
+            answer: Any = await client.chat.completions.create(model="m", messages=ASK, tools=[TOOL], extra_body=forced)
+            (call,) = answer.choices[0].message.tool_calls
+            assert call.function.arguments == '{"a": "?"}'
+            assert len(session.calls) == 1
+
+    run_paced(main())
+
+
+def test_an_answer_cannot_be_begun_for_the_model(chat_engine: GenerationEngine) -> None:
+    async def main() -> None:
+        async with endpoint_over(chat_engine) as endpoint:
+            session = endpoint.begin("a")
+            begun = [*ASK, {"role": "assistant", "content": "{"}]
+            with pytest.raises(Exception, match="end with the user's"):
+                await of_anthropic(endpoint, session).messages.create(model="m", max_tokens=5, messages=begun)
+            assert session.calls == []
+
+    run_paced(main())
+
+
 def test_a_cut_stream_leaves_nothing(chat_engine: GenerationEngine) -> None:
     async def main() -> None:
         async with endpoint_over(chat_engine, max_tokens=2000, ignore_eos=True) as endpoint:
@@ -253,6 +303,11 @@ async def _read(events: Any) -> None:
             pass
 
 
+def _called(arguments: str) -> Any:
+    function = {"name": "add", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
 REFUSED: dict[str, Any] = {
     "n": ({"n": 2}, "n is 2"),
     "image": (
@@ -263,6 +318,8 @@ REFUSED: dict[str, Any] = {
     "messages of another type": ({"messages": "hello"}, "messages"),
     "a role that is not text": ({"messages": [{"role": 3, "content": "x"}]}, "role"),
     "prefill": ({"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
+    "no place for an answer": ({"add_generation_prompt": False}, "add_generation_prompt"),
+    "deep arguments": ({"messages": [*ASK, _called("[" * 20_000)]}, "nested too deeply"),
     "a template of its own": ({"chat_template": "{{ x }}"}, "template"),
     "beam search": ({"use_beam_search": True}, "use_beam_search"),
     "echo": ({"echo": True}, "echo"),
@@ -298,8 +355,9 @@ def test_hosted_parts_of_responses_are_refused(chat_engine: GenerationEngine) ->
                 ({"tools": [{"type": "web_search"}]}, "web_search"),
                 ({"background": True, "store": True}, "background"),
                 ({"previous_response_id": "resp_1"}, "resp_1"),
+                ({"conversation": "conv_1"}, "conversation is 'conv_1'"),
             ):
-                with pytest.raises((openai.BadRequestError, openai.NotFoundError), match=text):
+                with pytest.raises(openai.BadRequestError, match=text):
                     await responses.create(model="m", input="x", **more)
 
     run_paced(main())

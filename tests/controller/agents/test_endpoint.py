@@ -54,6 +54,24 @@ def test_a_request_belongs_to_the_session_of_its_key(chat_engine: GenerationEngi
     run_paced(main())
 
 
+def test_a_key_may_be_sent_in_several_ways(chat_engine: GenerationEngine) -> None:
+    async def main() -> None:
+        async with endpoint_over(chat_engine, max_tokens=2) as endpoint, httpx.AsyncClient() as http:
+            session = endpoint.begin("a")
+            for headers in (
+                {"authorization": f"bearer  {session.key}"},
+                {"authorization": session.key},
+                {"x-api-key": "none", "authorization": f"Bearer {session.key}"},
+                {"x-api-key": session.key, "authorization": "Bearer none"},
+            ):
+                body = {"messages": ASK}
+                answer = await http.post(f"{endpoint.url}/v1/chat/completions", headers=headers, json=body)
+                assert answer.status_code == 200, headers
+            assert len(session.calls) == 4
+
+    run_paced(main())
+
+
 def test_programs_find_what_they_look_for_first(chat_engine: GenerationEngine) -> None:
     async def main() -> None:
         async with endpoint_over(chat_engine) as endpoint, httpx.AsyncClient() as http:
@@ -100,7 +118,7 @@ def test_bodies_that_are_no_request_are_refused(chat_engine: GenerationEngine, b
                 headers = {"authorization": f"Bearer {session.key}"}
                 answer = await http.post(f"{endpoint.url}/v1/{dialect}", headers=headers, content=body)
                 assert answer.status_code == 400
-                assert answer.json()["error"]["message"]
+                assert not answer.json()["error"]["message"].startswith(("Expecting", "'utf-8' codec"))
             await ask(endpoint, session)
             assert len(session.calls) == 1
 

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,13 @@ def test_agrees_with_transformers(make: Any, tied: bool, tmp_path: Path) -> None
 def test_generation_config_may_name_more_end_tokens(model: Path) -> None:
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 257]}))
     assert inspect_model(model).eos_token_ids == (256, 257)
+
+
+@pytest.mark.parametrize("odd", ["</s>", 2.0, True, [2, None], [2, "3"], [[2]], {"a": 1}])
+def test_end_tokens_that_are_no_ids_are_refused(model: Path, odd: Any) -> None:
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": odd}))
+    with pytest.raises(ValueError, match=re.escape(f"eos_token_id is {odd!r}; it must be a token id")):
+        inspect_model(model)
 
 
 def test_key_value_heads_default_to_attention_heads(model: Path) -> None:

@@ -168,7 +168,9 @@ def test_an_export_keeps_every_chat_template(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     tokenizer.save_pretrained(model)
+    (model / "config.json").chmod(0o444)  # as in a store of models that only its owner changes
     (tmp_path / "export").mkdir()
     write_hf_directory(tmp_path / "export", model, load_file(model / SINGLE).items(), torch.float32, "lm")
+    assert (tmp_path / "export" / "config.json").stat().st_mode & 0o200
     exported: Any = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert exported.chat_template == AutoTokenizer.from_pretrained(model).chat_template == tokenizer.chat_template

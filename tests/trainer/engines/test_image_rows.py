@@ -212,7 +212,7 @@ def test_vision_is_trained_where_that_is_proven(model: Path, tmp_path: Path) -> 
     ):
         with pytest.raises(ValueError, match=said):
             check_model(config)
-    with pytest.raises(ValueError, match=r"The engine 'fsdp2' trains others"):
+    with pytest.raises(ValueError, match=r"the engine 'fsdp2' trains others"):
         check_model(TrainerConfig(model=model))
 
 

@@ -54,6 +54,7 @@ needs_megatron = pytest.mark.skipif("megatron" not in INSTALLED, reason="the pac
             {"data_parallel_replicate": 3, "context_parallel": 2, "tensor_parallel": 2, "expert_parallel": 3},
             r"context_parallel x tensor_parallel, which is 12, and the model's 4 experts: \[1, 2, 4\]",
         ),
+        (lambda path: tiny_qwen3_moe(path, num_experts_per_tok=1), {}, "num_experts_per_tok is 1 and .* 'torchtitan'"),
     ],
 )
 def test_what_megatron_cannot_do_is_refused(make: Any, options: dict[str, Any], message: str, tmp_path: Path) -> None:

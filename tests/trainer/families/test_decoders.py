@@ -12,8 +12,11 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rl.system.hf_config import read_config
+from rl.tiny_models import random_batch
 from tests.architectures import MODELS
 from trainer.config import TrainerConfig
+from trainer.engines import load_engine
+from trainer.engines.contract.reference import ReferencePolicy
 from trainer.engines.model_check import check_model
 from trainer.families.decoders import deepseek_v3, gpt_oss, qwen3_5, read_yarn
 
@@ -83,17 +86,40 @@ def test_settings_that_would_change_the_model_are_refused(tmp_path: Path) -> Non
         ("gpt_oss", gpt_oss, {"attention_bias": False}, "attention_bias is False; only True is supported"),
         ("gpt_oss", gpt_oss, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be between 1 and the 4"),
         ("deepseek_v3", deepseek_v3, {"rope_interleave": False}, "rope_interleave is False; only True is supported"),
+        ("deepseek_v3", deepseek_v3, {"rope_interleave": None}, "rope_interleave is None; only True is supported"),
+        ("deepseek_v3", deepseek_v3, {"topk_group": 0}, "topk_group is 0; it must be between 1 and n_group, 2"),
         ("qwen3_5", qwen3_5, {"attention_bias": True}, "attention_bias is True; only False is supported"),
+        ("qwen3_5", qwen3_5, {"rope_parameters": {"partial_rotary_factor": 0}}, "partial_rotary_factor is 0; it must"),
+        ("gpt_oss", gpt_oss, {"rope_parameters": {"rope_theta": 1e4}}, "without rope_type; state it, 'yarn' or"),
     ):
-        settings = read_config(MODELS[name][1](tmp_path / f"{name}-{message[:9]}"))
+        settings = read_config(MODELS[name][1](tmp_path / f"{name}-{message[:15]}"))
         with pytest.raises(ValueError, match=message):
             parse({**settings, **change})
     with pytest.raises(ValueError, match="rope_type is 'linear'; supported are 'default' and 'yarn'"):
         read_yarn({"rope_type": "linear"}, 128)
 
 
+def test_a_gpt_oss_without_rotary_settings_is_scaled(tmp_path: Path) -> None:
+    model = MODELS["gpt_oss"][1](tmp_path / "model")
+    file = model / "config.json"
+    stated = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in stated.items() if key != "rope_parameters"}))
+    batch = random_batch((40,))
+    (found,) = load_engine(TrainerConfig(model=model, compute_dtype="float32")).forward([batch], entropy=False).logprobs
+    reference = ReferencePolicy(model)
+    scored = batch[0].weights > 0
+    assert found[scored] == pytest.approx(reference.logprobs(batch[0]).detach().numpy()[scored], abs=2e-5)
+
+
 @pytest.mark.parametrize(
-    "more", [{}, {"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale": 0.707}, {"attention_factor": 1.3}]
+    "more",
+    [
+        {},
+        {"mscale": 1.0, "mscale_all_dim": 1.0},
+        {"mscale": 0.707},
+        {"attention_factor": 1.3},
+        {"attention_factor": 0.0},
+    ],
 )
 def test_yarn_scales_as_in_transformers(tmp_path: Path, more: dict[str, float]) -> None:
     model = MODELS["gpt_oss"][1](tmp_path / "model")

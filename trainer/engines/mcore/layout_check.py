@@ -98,6 +98,11 @@ def _check_tensor_parallel(config: TrainerConfig, decoder: DecoderConfig) -> Non
 
 def _check_experts(config: TrainerConfig, decoder: DecoderConfig) -> None:
     expert_parallel = config.expert_parallel
+    if decoder.moe is not None and decoder.moe.normalize_scores and decoder.moe.experts_per_token == 1:
+        raise ValueError(
+            "config.json: num_experts_per_tok is 1 and norm_topk_prob true, which Megatron-Core refuses; the engine "
+            "'torchtitan' trains such a model"
+        )
     if expert_parallel == 1:
         return
     if decoder.moe is None:

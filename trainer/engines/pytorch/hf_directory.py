@@ -205,7 +205,7 @@ def _copy_other_files(directory: Path, source: Path, dtype: torch.dtype, head: H
     """Copies configuration, tokenizer and chat templates, but no weights, and records dtype and head in config.json."""
     for file in other_files(source):
         (directory / file).parent.mkdir(exist_ok=True)
-        shutil.copy(source / file, directory / file)
+        shutil.copyfile(source / file, directory / file)  # not its mode: config.json is written again
     config = dict(read_config_file(source))
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
