@@ -132,9 +132,15 @@ class Process:
 
     def __init__(self, path: str | Path) -> None:
         """Waits until the process listens at `path`."""
-        wait_until(Path(path).exists, f"a process that listens at {path}")
-        self._pipe = Client(str(path), "AF_UNIX")
         self._numbers = itertools.count()
+        wait_until(lambda: self._connects(str(path)), f"a process that listens at {path}")
+
+    def _connects(self, path: str) -> bool:
+        try:
+            self._pipe = Client(path, "AF_UNIX")
+        except (FileNotFoundError, ConnectionRefusedError):  # the file is there before the process listens
+            return False
+        return True
 
     def call(self, method: str, *arguments: Any) -> Any:
         """What a method returns. Raises what it raises."""
