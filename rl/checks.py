@@ -36,9 +36,10 @@ def is_of(value: object, hint: Any) -> bool:
         return any(is_of(value, each) for each in arguments)
     if hint in _NUMBERS:  # a bool is an int in Python
         return isinstance(value, _NUMBERS[hint]) and not isinstance(value, bool)
-    kind: Any = (tuple, list) if origin is tuple else origin or hint
-    unknown = kind is Any or not isinstance(kind, type | tuple) or getattr(kind, "_is_protocol", False)
-    return unknown or isinstance(value, kind)
+    if hint is Any or getattr(hint, "_is_protocol", False):
+        return True
+    kind = (tuple, list) if origin is tuple else origin or hint
+    return not isinstance(kind, type | tuple) or isinstance(value, kind)
 
 
 def _wanted(hint: Any) -> str:
