@@ -7,9 +7,9 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from rl.checks import check_at_least, check_gpus
+from rl.checks import check_at_least, check_between, check_gpus, check_types
 from rl.images import TokensWithImages, images_of
 from rl.lora import LivePolicy, Policy
 from rl.system.deadlines import Deadlines
@@ -72,8 +72,8 @@ class LoRALimits:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        if not 1 <= self.max_rank <= LORA_RANKS[-1]:
-            raise ValueError(f"LoRALimits.max_rank is {self.max_rank}; it must be from 1 to {LORA_RANKS[-1]}")
+        check_types(self)
+        check_between(1, LORA_RANKS[-1], **{"LoRALimits.max_rank": self.max_rank})
         check_at_least(1, max_adapters=self.max_adapters)
         if self.max_loaded < self.max_adapters:
             raise ValueError(
@@ -137,16 +137,11 @@ class GeneratorConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        choices = {
-            "dtype": get_args(GeneratorDtype),
-            "head_dtype": (None, *get_args(HeadDtype)),
-            "weight_transport": TRANSPORT_CHOICES,
-            "on_failure": get_args(OnFailure),
-            "placement": get_args(Placement),
-        }
-        for name, accepted in choices.items():
-            if getattr(self, name) not in accepted:
-                raise ValueError(f"GeneratorConfig.{name} is {getattr(self, name)!r}; it must be one of {accepted}")
+        check_types(self)
+        if (transport := self.weight_transport) not in TRANSPORT_CHOICES:
+            raise ValueError(
+                f"GeneratorConfig.weight_transport is {transport!r}; it must be one of {TRANSPORT_CHOICES}"
+            )
         counts = "tensor_parallel", "num_replicas", "max_model_len", "max_num_seqs", "num_threads"
         check_at_least(1, **{f"GeneratorConfig.{name}": getattr(self, name) for name in counts})
         check_gpus("GeneratorConfig", self.gpus, self.tensor_parallel * self.num_copies)

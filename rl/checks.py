@@ -3,13 +3,51 @@
 import contextlib
 import difflib
 import math
+import numbers
 import sys
 import traceback
+import types
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import fields
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
 
+MAX_SEED = 1 << 62
+"""Bound of seeds. PyTorch's generators take 64 bits, of which this leaves room for every sample's."""
 _MAX_NAMES = 5
+_NUMBERS = {float: numbers.Real, int: numbers.Integral}  # NumPy's are such numbers too
+_WANTED: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number", types.NoneType: "None"}
+
+
+def check_types(config: Any) -> None:
+    """Raises ValueError naming the first field of a dataclass whose value is not of the type that it declares."""
+    for each in fields(config):
+        if not is_of(value := getattr(config, each.name), each.type):
+            raise ValueError(f"{type(config).__name__}.{each.name} is {value!r:.200}; it must be {_wanted(each.type)}")
+
+
+def is_of(value: object, hint: Any) -> bool:
+    """Whether a value is of an annotated type, as far as its outermost type says. Types that are not known fit all."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return value in arguments
+    if origin in (Union, types.UnionType):
+        return any(is_of(value, each) for each in arguments)
+    if hint in _NUMBERS:  # a bool is an int in Python
+        return isinstance(value, _NUMBERS[hint]) and not isinstance(value, bool)
+    if hint is Any or getattr(hint, "_is_protocol", False):
+        return True
+    kind = (tuple, list) if origin is tuple else origin or hint
+    return not isinstance(kind, type | tuple) or isinstance(value, kind)
+
+
+def _wanted(hint: Any) -> str:
+    """What a value of a type is, in words."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_wanted, arguments))
+    return f"one of {arguments}" if origin is Literal else _WANTED.get(hint) or f"a {(origin or hint).__name__}"
 
 
 def check_at_least(minimum: float, **values: float) -> None:
@@ -26,11 +64,11 @@ def check_above_zero(**values: float) -> None:
             raise ValueError(f"{name} is {value}; it must be above 0 and finite")
 
 
-def check_fraction(**values: float) -> None:
-    """Raises ValueError naming the first value that is not between 0 and 1."""
+def check_between(low: float, high: float, **values: float) -> None:
+    """Raises ValueError naming the first value that is below `low`, above `high` or NaN."""
     for name, value in values.items():
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} is {value}; it must be in [0, 1]")
+        if not low <= value <= high:
+            raise ValueError(f"{name} is {value}; it must be in [{low}, {high}]")
 
 
 def check_gpus(owner: str, gpus: Sequence[int | str] | None, num_ranks: int) -> None:

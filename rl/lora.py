@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from rl.checks import check_above_zero, check_at_least
+from rl.checks import MAX_SEED, check_above_zero, check_at_least, check_between, check_types
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 FURTHER_ATTENTION_MODULES = (
@@ -53,6 +53,8 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
+        check_types(self)
+        check_between(-MAX_SEED, MAX_SEED, **{"LoRAConfig.seed": self.seed})
         check_at_least(1, rank=self.rank)
         check_above_zero(alpha=self.alpha)
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.checks import MAX_SEED, check_types
+
 Ids = NDArray[Any]
 """uint16, which is enough for most sets, or int32."""
 MAX_TOPK_LOGPROBS = 20
 """vLLM's own bound of `SamplingParams.topk_prompt_logprobs`, unless `engine_args` say otherwise."""
 DEFAULT_TOP_K = 512
 """What `SamplingParams.top_k` becomes where something else cuts the distribution."""
-MAX_SEED = 1 << 62
-"""Bound of `SamplingParams.seed`. PyTorch's generators take 64 bits, of which this leaves room for every sample's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
+        check_types(self)
         bounds = {
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
             "temperature": (math.isfinite(self.temperature) and self.temperature >= 0, "finite and at least 0"),
@@ -71,7 +72,7 @@ class SamplingParams:
             object.__setattr__(self, "top_k", DEFAULT_TOP_K)
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"SamplingParams.stop is {self.stop!r}; it must be a tuple of non-empty strings")
-        if self.seed is not None and not (isinstance(self.seed, int) and abs(self.seed) <= MAX_SEED):
+        if self.seed is not None and abs(self.seed) > MAX_SEED:
             raise ValueError(f"SamplingParams.seed is {self.seed}; it must be an integer from -2^62 to 2^62, or None")
         tokens = self.stop_token_ids
         if not isinstance(tokens, tuple) or not all(isinstance(t, int) and t >= 0 for t in tokens):

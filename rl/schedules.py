@@ -7,7 +7,7 @@ value that is negative or not finite and for a number of steps below 1.
 import math
 from collections.abc import Callable
 
-from rl.checks import check_above_zero, check_at_least
+from rl.checks import check_above_zero, check_at_least, check_between
 
 Schedule = Callable[[int], float]
 
@@ -49,8 +49,7 @@ def wsd(peak: float, end: float, num_steps: int, decay_fraction: float = 0.2) ->
     """
     _check_values(peak=peak, end=end)
     check_at_least(1, num_steps=num_steps)
-    if not 0 <= decay_fraction <= 1:
-        raise ValueError(f"decay_fraction is {decay_fraction}; it must be in [0, 1]")
+    check_between(0, 1, decay_fraction=decay_fraction)
     if decay_fraction == 0:
         return constant(peak)
     decay_steps = min(max(round(num_steps * decay_fraction), 1), num_steps - 1)

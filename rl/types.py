@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.checks import check_types
 from rl.images import PlacedImage
 from rl.sampling import Ids, KeptSets, Routes, SamplingParams
 
@@ -300,11 +301,12 @@ class AdamParams:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
+        check_types(self)
         kind = type(self).__name__
-        non_negative = ("learning_rate", "weight_decay", "grad_clip_norm")
-        for name in non_negative:
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
+        of_patterns = {f"learning_rate_multipliers[{p!r}]": x for p, x in self.learning_rate_multipliers.items()}
+        sizes = {name: getattr(self, name) for name in ("learning_rate", "weight_decay", "grad_clip_norm")}
+        for name, value in {**sizes, **of_patterns}.items():
+            if not 0 <= value < math.inf:
                 raise ValueError(f"{kind}.{name} is {value}; it must be finite and at least 0")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
@@ -312,11 +314,6 @@ class AdamParams:
                 raise ValueError(f"{kind}.{name} is {value}; it must be in [0, 1)")
         if not (math.isfinite(self.eps) and self.eps > 0):
             raise ValueError(f"{kind}.eps is {self.eps}; it must be finite and above 0")
-        for pattern, factor in self.learning_rate_multipliers.items():
-            if not (math.isfinite(factor) and factor >= 0):
-                raise ValueError(
-                    f"{kind}.learning_rate_multipliers[{pattern!r}] is {factor}; it must be finite and at least 0"
-                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from rl.checks import check_at_least, check_gpus
+from rl.checks import MAX_SEED, check_at_least, check_between, check_gpus, check_types
 from rl.lora import LoRAConfig
 from rl.system.deadlines import Deadlines
 from rl.system.hardware import cpu_malloc_env, cpu_thread_env, sees_gpu
@@ -147,20 +147,8 @@ class TrainerConfig(LayoutConfig):
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
+        check_types(self)
         find_engine(self.engine)
-        choices = {
-            "head": get_args(Head),
-            "compute_dtype": get_args(ComputeDtype),
-            "head_dtype": (None, *get_args(HeadDtype)),
-            "moments_dtype": get_args(ComputeDtype),
-            "activation_checkpointing": get_args(ActivationCheckpointing),
-            "pipeline_schedule": get_args(PipelineSchedule),
-            "float8": get_args(Float8Recipe),
-            "placement": get_args(Placement),
-        }
-        for name, accepted in choices.items():
-            if getattr(self, name) not in accepted:
-                raise ValueError(f"TrainerConfig.{name} is {getattr(self, name)!r}; it must be one of {accepted}")
         if self.float8 != "none" and self.compute_dtype != "bfloat16":
             raise ValueError(
                 f"TrainerConfig.float8 is {self.float8!r} and compute_dtype is {self.compute_dtype!r}; float8 matrix "
@@ -169,6 +157,7 @@ class TrainerConfig(LayoutConfig):
         degrees = (each.name for each in fields(LayoutConfig) if type(each.default) is int)
         counts = (*degrees, "max_tokens_per_microbatch", "num_threads")
         check_at_least(1, **{f"TrainerConfig.{name}": getattr(self, name) for name in counts})
+        check_between(-MAX_SEED, MAX_SEED, **{"TrainerConfig.seed": self.seed})
         check_gpus("TrainerConfig", self.gpus, self.num_ranks)
         steps = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.profile_steps)
         if self.profile_steps and (steps is None or int(steps[1]) > int(steps[2])):

@@ -10,7 +10,7 @@ from controller.runs.folder import RunFolder
 from controller.runs.loggers import check_loggers
 from generator.config import GeneratorConfig, LoRALimits
 from rl.advantages import Rewards, all_advantages
-from rl.checks import check_above_zero, check_at_least, check_known
+from rl.checks import check_above_zero, check_at_least, check_between, check_known, check_types
 from rl.lora import LoRAConfig
 from rl.losses import get_loss
 from rl.protocols import Env
@@ -80,6 +80,7 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
+        check_types(self)
         check_at_least(
             1,
             num_steps=self.num_steps,
@@ -91,10 +92,8 @@ class LoopConfig:
             0, checkpoint_every=self.checkpoint_every, warmup_steps=self.warmup_steps, max_restarts=self.max_restarts
         )
         check_above_zero(restart_window_minutes=self.restart_window_minutes)
-        if not 0 <= self.seed <= MAX_RUN_SEED:  # the seeds of rollouts follow from it
-            raise ValueError(f"seed is {self.seed}; it must be from 0 to {MAX_RUN_SEED}")
+        check_between(0, MAX_RUN_SEED, seed=self.seed)  # the seeds of rollouts follow from it
         check_loggers(self.log)
-        check_known("optimizer", self.optimizer, _OPTIMIZERS)
         self.trainer.check_optimizer(self.optim(self.learning_rate))  # an engine may lack this kind of step
         if self.lora is None and self.trainer.lora is not None:
             raise ValueError("trainer.lora is set and lora is None; set `lora`, which trainer and generator follow")
@@ -134,6 +133,7 @@ class HeldOut:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
+        check_types(self)
         require_env(self.env)
         check_at_least(1, **{"HeldOut.num_eval": self.num_eval, "HeldOut.samples": self.samples})
 
@@ -178,7 +178,6 @@ class RolloutLoopConfig(LoopConfig):
         """Raises ValueError as the base does."""
         LoopConfig.__post_init__(self)  # super() does not know a class with slots
         require_env(self.env)
-        check_known("placement", self.placement, get_args(Placement))
         if self.evaluation not in self.evaluations:
             raise ValueError(f"evaluation is {self.evaluation!r}; in this loop it must be one of {self.evaluations}")
         if self.evaluation != "between" and self.placement == "colocated":

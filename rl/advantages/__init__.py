@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.checks import check_between
 from rl.losses.shared import MAX_LOG_RATIO, KLEstimator
 from rl.types import Datum
 
@@ -107,9 +108,7 @@ def gae(
             f"gae: rewards has shape {np.shape(rewards)} and values {np.shape(values)}; "
             "both must have one dimension and the same length"
         )
-    for name, factor in (("gamma", gamma), ("gae_lambda", gae_lambda)):
-        if not 0 <= factor <= 1:
-            raise ValueError(f"gae: {name} is {factor}; it must be in [0, 1]")
+    check_between(0, 1, **{"gae: gamma": gamma, "gae: gae_lambda": gae_lambda})
     current = np.asarray(values, dtype=np.float64)
     following = np.append(current[1:], last_value)[: len(current)]  # cut again, for a completion without tokens
     deltas = np.asarray(rewards, dtype=np.float64) + gamma * following - current

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl.advantages import gae, gather_scored, kl_estimates, kl_from_generator, sampled_logprobs, scatter_scored
-from rl.checks import check_fraction, check_known
+from rl.checks import check_between, check_known
 from rl.images import join_tokens
 from rl.protocols import Generator, Problem, Prompt, Trainer
 from rl.rollouts.episodes import rollout_to_datum, with_inputs
@@ -68,7 +68,7 @@ class Lesson:
         """Raises ValueError naming the field, the value and what is accepted."""
         check_known("lesson.divergence", self.divergence, get_args(Divergence))
         check_known("lesson.hint", self.hint, get_args(Hint))
-        check_fraction(**{"lesson.discount": self.discount})
+        check_between(0, 1, **{"lesson.discount": self.discount})
         sampled = self.divergence == "sampled"
         if not (self.words == 0 if sampled else self.words == -1 or 1 <= self.words <= MAX_TOPK_LOGPROBS):
             accepted = "0" if sampled else f"from 1 to {MAX_TOPK_LOGPROBS}, or -1 for all"

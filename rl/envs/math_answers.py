@@ -42,6 +42,8 @@ _APART = re.compile(rf"{_MATH}(?:{_LINK}{_MATH})*{_NAMED}")  # the same for an a
 _LISTS = re.compile(r"[,;]|\b(?:and|or)\b")
 _COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d)")
 _GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,?\\[,!:; ]|\{,\}|~)\d{3})+(?!\d)")
+_DASH = re.compile(r"(?<![\w)}\]])[\u2010-\u2013\ufe63\uff0d](?=\s*[\d.\\])")  # before a number, a minus
+_END = re.compile(r"(?<![\\.,;\s])\s*[.,;]\s*\Z")  # of a sentence behind the answer; not of "1, 2, ..." and "\\,"
 _FLOAT = re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d{1,3}")
 _PRINTED = re.compile(r"(?<![\w.\\}])\d+(?:\.\d+)?[eE][-+]\d{2,3}(?![\w.])")  # not 2e-5, which may be 2 * e - 5
 
@@ -126,7 +128,7 @@ def _boxes(text: str, *, is_cut_off: bool = False) -> list[_Box]:
     skipped = 0
     for token in _BRACES.finditer(text):
         at, end = token.start(), token.end()
-        if at < skipped or (token[0][0] == "\\" and not _is_box(token[0])):
+        if at < skipped or (token[0][0] == "\\" and len(token[0]) == 2):  # an escaped character
             continue
         if token[0] == "}":
             box = begun.pop() if begun else None
@@ -147,10 +149,6 @@ def _boxes(text: str, *, is_cut_off: bool = False) -> list[_Box]:
     if is_cut_off and name >= 0 and any(each.startswith(text[name:]) for each in ("\\boxed", "\\fbox", "\\framebox")):
         found.append(_Box(start=name, end=-1))
     return _outer(found)
-
-
-def _is_box(token: str) -> bool:
-    return len(token) > 2
 
 
 def _outer(boxes: list[_Box]) -> list[_Box]:
@@ -210,8 +208,8 @@ def is_list(answer: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """The text with its numbers in the form that math-verify reads as meant: 1\\,234 as 1234, 1e-05 as 0.00001."""
-    text = _GROUPS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
+    """The text as math-verify reads it as meant: 1\\,234 as 1234, 1e-05 as 0.00001, "5." as 5, a dash as a minus."""
+    text = _GROUPS.sub(lambda found: re.sub(r"\D", "", found[0]), _END.sub("", _DASH.sub("-", text)))
     exponents = _FLOAT if _FLOAT.fullmatch(text.strip()) else _PRINTED
     return exponents.sub(lambda found: format(Decimal(found[0]), "f"), text)
 

@@ -15,14 +15,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from rl.checks import check_at_least, check_known, did_you_mean, errors_of_user_code, see_working_directory
+from rl.checks import check_at_least, check_known, did_you_mean, errors_of_user_code, is_of, see_working_directory
 from rl.losses.functions import cispo, cross_entropy, dro, gspo, importance_sampling, ppo
 from rl.losses.functions import value as value_loss
 from rl.losses.shared import (
@@ -282,28 +281,9 @@ def _check_type(loss: Loss, name: str, value: object) -> None:
     default = option_defaults(loss.function)[name]
     if hint is _REQUIRED and type(default) in (bool, int, float, str):
         hint = float if type(default) is int else type(default)  # 2 may stand for 2.0
-    if hint is not _REQUIRED and not _is_of(value, hint):
+    if hint is not _REQUIRED and not is_of(value, hint):
         shown = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
         raise ValueError(f"loss_config[{name!r}] is {value!r}; {loss.name!r} takes a {shown}")
-
-
-def _is_of(value: object, hint: Any) -> bool:
-    """Whether a value is of an annotated type, as far as its outermost type says. Types that are not known fit all."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint is None:
-        return value is None
-    if origin is Annotated:
-        return _is_of(value, arguments[0])
-    if origin is Literal:
-        return value in arguments
-    if origin in (Union, types.UnionType):
-        return any(_is_of(value, each) for each in arguments)
-    if hint in (float, int) and isinstance(value, bool):  # a bool is an int in Python
-        return False
-    if hint is float:
-        return isinstance(value, int | float)
-    kind = origin or hint
-    return not isinstance(kind, type) or isinstance(value, kind)
 
 
 def _check_thresholds(options: Mapping[str, Any]) -> None:

@@ -38,7 +38,7 @@ from tests.waiting import LIMIT_S
         ({"engine_args": {"logprobs_mode": "raw_logits"}}, r"is set by the generator"),
         ({"engine_args": {"quantization": "fp8"}}, r"is 'fp8' and must be left out: .* nothing can be pulled into"),
         ({"engine_args": {"moe_backend": "flashinfer_trtllm"}}, r"must be left out: others than 'triton'"),
-        ({"head_dtype": "bfloat16"}, r"head_dtype is 'bfloat16'; it must be one of \(None, 'float32'\)"),
+        ({"head_dtype": "bfloat16"}, r"head_dtype is 'bfloat16'; it must be one of \('float32',\) or None"),
         ({"engine_args": {"hf_overrides": {"head_dtype": "float32"}}}, r"set GeneratorConfig\.head_dtype instead"),
         ({"engine_args": {"enable_eplb": True}}, r"must be left out: vLLM would move experts between ranks"),
     ],
@@ -138,7 +138,7 @@ def test_blocks_are_as_small_as_the_kernel_allows(
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"max_rank": 0}, r"max_rank is 0; it must be from 1 to 512"),
+        ({"max_rank": 0}, r"max_rank is 0; it must be in \[1, 512\]"),
         ({"max_adapters": 0}, r"max_adapters is 0; it must be at least 1"),
         ({"max_adapters": 9, "max_loaded": 8}, r"max_loaded is 8; it must be at least max_adapters, 9"),
     ],

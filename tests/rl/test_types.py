@@ -1,4 +1,4 @@
-"""Covers: rl/types.py"""
+"""Covers: rl/types.py, rl/checks.py"""
 
 import copy
 import pickle
@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.types import REASONING, AdamParams, Answer, Completion, Datum, SamplingParams, open_reasoning
+from generator.config import GeneratorConfig
+from rl.lora import LoRAConfig
+from rl.types import REASONING, AdamParams, Answer, Completion, Datum, MuonParams, SamplingParams, open_reasoning
+from trainer.config import TrainerConfig
 
 
 def test_a_completion_without_tokens_is_one() -> None:
@@ -41,11 +44,11 @@ def test_weights_are_one_where_none_are_given() -> None:
         (SamplingParams, {"max_tokens": 1, "top_k": 0}, r"top_k is 0; it must be -1"),
         (SamplingParams, {"max_tokens": 1, "min_p": 1.5}, r"min_p is 1.5; it must be from 0 to 1"),
         (SamplingParams, {"max_tokens": 1, "seed": 2**70}, r"seed is 1180591620717411303424; it must be an integer"),
-        (SamplingParams, {"max_tokens": 1, "seed": 0.5}, r"seed is 0.5; it must be an integer from -2\^62 to 2\^62"),
+        (SamplingParams, {"max_tokens": 1, "seed": 0.5}, r"seed is 0.5; it must be a whole number or None"),
         (SamplingParams, {"max_tokens": 1, "stop": "."}, r"stop is '.'; it must be a tuple"),
         (SamplingParams, {"max_tokens": 1, "stop": 5}, r"stop is 5; it must be a tuple"),
         (SamplingParams, {"max_tokens": 1, "stop": (7,)}, r"stop is \(7,\); it must be a tuple of non-empty"),
-        (SamplingParams, {"max_tokens": 1, "stop_token_ids": 2}, r"stop_token_ids is 2; it must be a tuple of token"),
+        (SamplingParams, {"max_tokens": 1, "stop_token_ids": 2}, r"stop_token_ids is 2; it must be a tuple"),
         (SamplingParams, {"max_tokens": 1, "stop_token_ids": ("a",)}, r"stop_token_ids is \('a',\)"),
         (SamplingParams, {"max_tokens": 1, "stop": ("",)}, r"stop is \('',\); it must be a tuple of non-empty"),
         (AdamParams, {"learning_rate": float("inf")}, r"learning_rate is inf"),
@@ -53,11 +56,41 @@ def test_weights_are_one_where_none_are_given() -> None:
         (AdamParams, {"learning_rate": 1, "beta1": 1.0}, r"beta1 is 1.0; it must be in \[0, 1\)"),
         (AdamParams, {"learning_rate": 1, "eps": 0}, r"eps is 0; it must be finite and above 0"),
         (AdamParams, {"learning_rate": 1, "learning_rate_multipliers": {"*": -1}}, r"multipliers\['\*'\] is -1"),
+        # Wrong types, which a comparison would take, or name in Python's words
+        (AdamParams, {"learning_rate": "1e-5"}, r"AdamParams.learning_rate is '1e-5'; it must be a number"),
+        (AdamParams, {"learning_rate": None}, r"learning_rate is None; it must be a number"),
+        (AdamParams, {"learning_rate": True}, r"learning_rate is True; it must be a number"),
+        (AdamParams, {"learning_rate": 1, "learning_rate_multipliers": 2}, r"multipliers is 2; it must be a Mapping"),
+        (MuonParams, {"learning_rate": 1, "num_iterations": 2.5}, r"num_iterations is 2.5; it must be a whole number"),
+        (SamplingParams, {"max_tokens": 8.0}, r"SamplingParams.max_tokens is 8.0; it must be a whole number"),
+        (SamplingParams, {"max_tokens": 1, "top_k": "5"}, r"top_k is '5'; it must be a whole number"),
+        (SamplingParams, {"max_tokens": 1, "ignore_eos": "no"}, r"ignore_eos is 'no'; it must be True or False"),
+        (LoRAConfig, {"rank": 8.0}, r"LoRAConfig.rank is 8.0; it must be a whole number"),
+        (LoRAConfig, {"seed": 10**25}, r"LoRAConfig.seed is 1\d{25}; it must be in \[-\d+, 4611686018427387904\]"),
+        (TrainerConfig, {"frozen": "False"}, r"TrainerConfig.frozen is 'False'; it must be True or False"),
+        (TrainerConfig, {"model": "model"}, r"TrainerConfig.model is 'model'; it must be a Path"),
+        (TrainerConfig, {"lora": 8}, r"TrainerConfig.lora is 8; it must be a LoRAConfig or None"),
+        (TrainerConfig, {"gpus": 0}, r"TrainerConfig.gpus is 0; it must be a tuple or None"),
+        (
+            TrainerConfig,
+            {"seed": 10**25},
+            r"TrainerConfig.seed is 1\d{25}; it must be in \[-\d+, 4611686018427387904\]",
+        ),
+        (GeneratorConfig, {"max_model_len": float("nan")}, r"max_model_len is nan; it must be a whole number"),
+        (GeneratorConfig, {"request_timeout_s": "60"}, r"request_timeout_s is '60'; it must be a number or None"),
     ],
 )
 def test_mistakes_are_named(make: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**arguments)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    numbers: tuple[Any, ...] = (np.float32(0.5), np.int64(3), [1])
+    half, three, gpus = numbers
+    assert AdamParams(learning_rate=half, weight_decay=1).learning_rate == 0.5
+    assert SamplingParams(max_tokens=three, seed=three).max_tokens == 3
+    assert TrainerConfig(gpus=gpus).gpus == [1]
 
 
 @pytest.mark.stranger("C2")

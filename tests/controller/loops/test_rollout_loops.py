@@ -248,6 +248,8 @@ def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> 
     for wrong, message in (
         ({"group_size": 1}, r"group_size is 1; it must be at least 2"),
         ({"warmup_steps": -1}, r"warmup_steps is -1; it must be at least 0"),
+        ({"num_steps": 2.0}, r"AccumulateConfig.num_steps is 2.0; it must be a whole number"),
+        ({"sampling": None}, r"AccumulateConfig.sampling is None; it must be a SamplingParams"),
         ({"tokens_per_step": 0}, r"tokens_per_step is 0; it must be above 0"),
         ({"kl_target": -1.0}, r"kl_target is -1.0; it must be above 0"),
         ({"loss": "ppo", "loss_config": {"importance_cap": 2.0}}, r"'ppo' needs the input 'old_logprobs' .* it clips"),

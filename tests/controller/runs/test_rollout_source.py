@@ -138,7 +138,7 @@ def test_a_held_out_set_is_checked_like_the_recipe(config: GRPOConfig) -> None:
 
 @pytest.mark.parametrize("seed", [-1, 20260101])
 def test_a_seed_that_samplers_cannot_take_is_refused(config: GRPOConfig, seed: int) -> None:
-    with pytest.raises(ValueError, match=rf"seed is {seed}; it must be from 0 to 2097151"):
+    with pytest.raises(ValueError, match=rf"seed is {seed}; it must be in \[0, 2097151\]"):
         replace(config, seed=seed)
     largest = step_seed(MAX_RUN_SEED, 2**20 - 1) + 2**20 - 1
     SamplingParams(max_tokens=1, seed=largest)

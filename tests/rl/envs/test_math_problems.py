@@ -116,6 +116,12 @@ def test_answers_are_compared_as_mathematics(
         ("1{,}234", "\\boxed{1234}", True),
         ("0.00001", "\\boxed{1e-05}", True),
         ("1e-5", "\\boxed{0.00001}", True),
+        ("5", "\\boxed{5.}", True),
+        ("5.", "\\boxed{5}", True),
+        ("12.5", "\\boxed{12.5 .}", True),
+        ("\\text{yes}", "\\boxed{yes.}", True),
+        ("1,2", "\\boxed{1,2,}", True),
+        ("-3", "\\boxed{\u20133}", True),
     ],
 )
 def test_every_spelling_of_a_box_is_read(answer: str, completion: str, right: bool) -> None:
