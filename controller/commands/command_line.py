@@ -64,6 +64,11 @@ def run_command(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # of Path.home
+            raise
+        print("error: this user has no home directory, for a cache and a key; set HOME", file=sys.stderr)
+        return USAGE
     except OSError as error:
         if error.filename is None:  # not of a file or a folder that the caller named
             raise

@@ -6,7 +6,6 @@ the folder, which the kernel releases however the process ends, and the next one
 removes the folders that are no longer locked.
 """
 
-import contextlib
 import dataclasses
 import fcntl
 import json
@@ -58,7 +57,7 @@ def write_whole(file: Path, contents: "bytes | pa.Buffer", *, private: bool = Fa
         partial.replace(file)
         sync_directory(file.parent)
     except OSError as error:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             partial.unlink()
         raise RecordingError(file, error) from error
 
@@ -157,10 +156,7 @@ def drop_unfinished_line(file: Path) -> None:
 
 
 def cache_directory() -> Path:
-    """The folder for what can be fetched or measured again.
-
-    It is $OWNLOOP_CACHE, else ownloop's folder in $XDG_CACHE_HOME or ~/.cache.
-    """
+    """For what can be made again: $OWNLOOP_CACHE, else ownloop's folder in $XDG_CACHE_HOME or ~/.cache."""
     if own := os.environ.get("OWNLOOP_CACHE"):
         return Path(own).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "ownloop"

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import pwd
 import select
 import signal
 import subprocess
@@ -53,6 +54,17 @@ def start(cwd: Path, mode: str) -> tuple[subprocess.Popen[str], int]:
     wait_until(lambda: process.poll() is not None or (file.exists() and file.read_text()), "the run's child")
     assert process.poll() is None
     return process, int(file.read_text())
+
+
+def test_a_user_without_a_home_directory_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container whose user has no name and no HOME."""
+    for name in ("HOME", "OWNLOOP_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert run_command(["model", "smollm2-135m-instruct"]) == 2
+    assert "no home directory, for a cache and a key; set HOME" in capsys.readouterr().err
 
 
 def test_a_run_from_start_to_end(tmp_path: Path) -> None:
