@@ -42,7 +42,7 @@ MAX_LOOP_IMPORTS = 10
 MAX_FILE_LINES = 400  # more than 300 only where the file serves one idea
 # The numbers of tests/house.py, as they are. They may fall.
 MOST = {
-    "product files": 359,
+    "product files": 360,
     "core files": 215,
     "core lines": 35_185,
     "files under 70 lines with one importer": 1,

@@ -15,15 +15,13 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import vllm
 from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
@@ -33,6 +31,7 @@ from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind
 
+from controller.agents.asked import check_messages, check_request, limit_tokens, our_sampling, wants_form
 from controller.agents.records import RECORD, CallRecord, SessionRequest
 from controller.agents.splicing import Message, Prompt, digests, find_prompt, hide_control_tokens
 from generator.conversion import bounded, kept_sets
@@ -41,9 +40,7 @@ from generator.openai_calls import OpenAICall
 from generator.openai_serving import EngineClient, OpenAIServing
 from rl.rollouts.tokenizer import TextEncoder
 from rl.system.hf_config import end_token_ids, read_config
-from rl.types import SamplingParams
 
-_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking", "reasoning")
 # Options of a template that do not change what earlier messages say.
 _NOT_CONTEXT = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "chat_template")
 
@@ -118,9 +115,9 @@ class CapturingRenderer(OnlineRenderer):
 
     async def preprocess_chat(self, request: Any, messages: list[Any], *args: Any, **options: Any) -> Any:
         """As vLLM's, with the prompt's tokens replaced. Raises ValueError for what cannot be captured exactly."""
-        _check_messages(request, messages)  # before vLLM renders: an error costs nothing
+        check_messages(request, messages)  # before vLLM renders: an error costs nothing
         now = _NOW.get()
-        now.request, now.constrained = request, _wants_form(request)  # before a parser adds a form of its own
+        now.request, now.constrained = request, wants_form(request)  # before a parser adds a form of its own
         # vLLM's own tokens, which may differ from what was sampled before
         try:
             made: Any = await super().preprocess_chat(request, messages, *args, **options)
@@ -166,7 +163,9 @@ class CapturingClient(EngineClient):
         now = _NOW.get()
         config = self.model_config
         ours = bounded(now.session.sampling, config.get_vocab_size(), masks_all=config.return_sampling_mask)
-        params = _our_sampling(sampling_params, ours, now)
+        assert now.prompt is not None
+        repeat, tokens = now.session.repeat, now.prompt.tokens
+        params = our_sampling(sampling_params, ours, repeat, tokens, constrained=now.constrained)
         # the super call begins nothing until it is iterated
         return self._captured(now, super().generate(prompt, params, request_id, **options), params)
 
@@ -243,6 +242,8 @@ class CapturingServing(OpenAIServing):
         options: Any = {**self.template, "online_renderer": chat.online_renderer}
         responses = OpenAIServingResponses(chat.engine_client, chat.models, **options)
         messages = AnthropicServingMessages(chat.engine_client, chat.models, "assistant", **options)
+        parser = _lenient(chat.parser_cls)  # the one that all three, and the records, were given
+        chat.parser_cls = messages.parser_cls = responses.parser = chat.online_renderer.parser = parser
         self._dialects: dict[str, tuple[Any, Any]] = {
             "chat/completions": (ChatCompletionRequest, chat.create_chat_completion),
             "responses": (ResponsesRequest, responses.create_responses),
@@ -264,15 +265,39 @@ class CapturingServing(OpenAIServing):
         request_type, create = self._dialects[call.kind]
         request = request_type.model_validate_json(call.body)
         request.model = call.model  # vLLM refuses names that it does not serve, and the program's is free
-        _check_request(request)
+        check_request(request)
         if call.kind == "messages" and request.messages and request.messages[-1].role == "assistant":
             raise ValueError("messages end with the assistant's, which no answer continues here; end with the user's")
         if call.kind != "messages/count_tokens":
-            _limit(request, min(call.extra.sampling.max_tokens, self._chat.model_config.max_model_len))
+            limit_tokens(request, min(call.extra.sampling.max_tokens, self._chat.model_config.max_model_len))
         result = await create(request)
         if call.kind.startswith("messages") and not isinstance(result, ErrorResponse | AsyncGenerator):
             return _WithoutNulls(result)
         return result
+
+
+def _lenient(parser_class: Any) -> Any:
+    """The parser, to which a text that it cannot read is an answer in words.
+
+    Several of vLLM's raise for arguments that are nested deeply, and the answer would be lost.
+    """
+    if parser_class is None:
+        return None
+
+    class Lenient(parser_class):
+        def parse(self, model_output: str, *args: Any, **options: Any) -> Any:
+            try:
+                return super().parse(model_output, *args, **options)
+            except Exception:
+                return None, model_output, None
+
+        def parse_delta(self, delta_text: str, *args: Any, **options: Any) -> Any:
+            try:
+                return super().parse_delta(delta_text, *args, **options)
+            except Exception:
+                return DeltaMessage(content=delta_text)
+
+    return Lenient
 
 
 class _WithoutNulls:
@@ -314,85 +339,3 @@ def _as_event(event: Any) -> str:
 
 async def _next(events: AsyncGenerator[Any]) -> Any:
     return await anext(events, None)
-
-
-def _our_sampling(asked: vllm.SamplingParams, ours: SamplingParams, now: _Now) -> vllm.SamplingParams:
-    """The session's sampling, with what a request may choose: where it ends, and how its text is shown."""
-    assert now.prompt is not None
-    seed = None if ours.seed is None else _seed(ours.seed, now.session.repeat, now.prompt.tokens)
-    return vllm.SamplingParams(
-        max_tokens=min(asked.max_tokens or ours.max_tokens, ours.max_tokens),  # a program may ask for less
-        temperature=ours.temperature,
-        top_p=ours.top_p,
-        top_k=ours.top_k,
-        min_p=ours.min_p,
-        stop=[*(asked.stop or ()), *ours.stop],
-        stop_token_ids=[*(asked.stop_token_ids or ()), *ours.stop_token_ids],
-        ignore_eos=ours.ignore_eos,
-        seed=seed,
-        logprobs=asked.logprobs or 0,  # 0: the sampled token alone
-        skip_special_tokens=asked.skip_special_tokens,
-        include_stop_str_in_output=asked.include_stop_str_in_output,
-        structured_outputs=asked.structured_outputs if now.constrained else None,
-        output_kind=asked.output_kind,  # streams give what is new, others the whole so far
-    )
-
-
-def _seed(seed: int, repeat: int, prompt: Sequence[int]) -> int:
-    """A seed that depends on the session's and on the prompt alone, and not on the order of parallel requests."""
-    key = f"{seed}/{repeat}/".encode() + np.array(prompt, dtype=np.int32).tobytes()
-    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 2  # 62 bits: a positive int64
-
-
-def _limit(request: Any, most: int) -> None:
-    """Sets how many tokens a request samples: at most `most`, also where it leaves that out.
-
-    vLLM refuses more than the context, which programs do not know, and fills in what generation_config.json says.
-    """
-    fields = type(request).model_fields  # each dialect has its own; chat completions have two, the first goes before
-    names = [name for name in ("max_completion_tokens", "max_output_tokens", "max_tokens") if name in fields]
-    asked = [number for name in names if (number := getattr(request, name)) is not None]
-    setattr(request, names[0], min([most, *asked[:1]]))
-    if "min_tokens" in fields:
-        request.min_tokens = 0  # the endpoint's sampling has none, and vLLM compares it with the limit
-
-
-def _check_request(request: Any) -> None:
-    """Raises ValueError for a request whose tokens could not be captured as one call."""
-    asks = partial(getattr, request)
-    refused = {
-        "n": (asks("n", None) or 1, 1, "send as many requests"),
-        "use_beam_search": (asks("use_beam_search", False), False, "sample with several requests"),
-        "continue_final_message": (asks("continue_final_message", False), False, "end with a user's message"),
-        "add_generation_prompt": (asks("add_generation_prompt", True), True, "leave it out"),
-        "echo": (asks("echo", False), False, "read the prompt from the request"),
-        "previous_response_id": (asks("previous_response_id", None), None, "send the whole input"),
-        "conversation": (asks("conversation", None), None, "send the whole input"),
-        "background": (bool(asks("background", False)), False, "wait for the answer, or stream it"),
-    }
-    # values that mean the same as leaving the field out are accepted
-    for name, (value, accepted, instead) in refused.items():
-        if value != accepted:
-            raise ValueError(f"{name} is {value!r}, which an agent's endpoint does not take; {instead}")
-
-
-def _check_messages(request: Any, messages: Sequence[Any]) -> None:
-    """Raises ValueError for tools that no program runs, and for what is not text."""
-    for tool in getattr(request, "tools", None) or ():
-        if tool.type != "function":
-            raise ValueError(f"tools has one of type {tool.type!r}; only 'function' is taken, for programs that run it")
-    for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else getattr(message, "content", None)
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-            if kind not in _TEXT_PARTS:
-                raise ValueError(f"a message has a part of type {kind!r}; this endpoint takes text only")
-
-
-def _wants_form(request: Any) -> bool:
-    """Whether the program wants an answer of a certain form, so that vLLM forbids other tokens."""
-    chosen = getattr(request, "tool_choice", None)
-    # chat completions and Responses name the field differently
-    form = getattr(request, "response_format", None) or getattr(getattr(request, "text", None), "format", None)
-    free = chosen in (None, "auto", "none") and (form is None or form.type == "text")
-    return not free or getattr(request, "structured_outputs", None) is not None

@@ -114,7 +114,7 @@ def signed(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe with a signature; without one where no key can be kept, so that resuming takes `--trust`."""
     try:
         key = _own_key(create=True)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home directory
         key = None
     content = _content(recipe)
     return content if key is None else {**content, _FIELD: _signature(key, content)}

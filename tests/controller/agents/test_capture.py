@@ -1,7 +1,7 @@
 """What a generator captures of programs' requests, with the SDKs that programs use.
 
-Covers: controller/agents/capture.py, controller/agents/records.py, controller/agents/endpoint.py,
-generator/openai_serving.py, generator/conversion.py
+Covers: controller/agents/capture.py, controller/agents/asked.py, controller/agents/records.py,
+controller/agents/endpoint.py, generator/openai_serving.py, generator/conversion.py
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -227,6 +228,28 @@ def test_more_tokens_than_the_context_means_the_limit(
                     await of_openai(endpoint, session).post(f"/{dialect}", body={**body, **more}, cast_to=object)
             lengths = [len(call.turn.completion.tokens) for call in session.calls]
             assert lengths == [9, 9, 4, 9][: 3 if dialect == "messages" else 4]
+
+    run_paced(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", ["chat/completions", "responses"])
+def test_a_call_that_no_parser_reads_is_an_answer(chat_engine: GenerationEngine, dialect: str, stream: bool) -> None:
+    """vLLM's parser raises for it; those of Qwen3-Coder and GLM do for brackets that are a thousand deep."""
+    said = "<|action_start|><|plugin|>{<|action_end|>"
+    tool = TOOL["function"] | {"type": "function"} if dialect == "responses" else TOOL
+    body = {"model": "m", "messages": ASK, "input": ASK, "tools": [tool], "structured_outputs": {"choice": [said]}}
+
+    async def main() -> None:
+        async with endpoint_over(chat_engine, max_tokens=80, tool_parser="internlm") as endpoint:
+            session = endpoint.begin("a")
+            url, headers = f"{endpoint.url}/v1/{dialect}", {"x-api-key": session.key}
+            async with httpx.AsyncClient() as http:
+                answer = await http.post(url, headers=headers, json={**body, "stream": stream})
+            assert answer.status_code == 200
+            (call,) = session.calls
+            assert call.delivered
+            assert said in call.turn.completion.text
 
     run_paced(main())
 

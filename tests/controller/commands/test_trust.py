@@ -4,6 +4,7 @@ Covers: controller/commands/recipes.py, controller/commands/resume.py, controlle
 """
 
 import json
+import pwd
 import shutil
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,15 @@ def test_a_run_starts_where_no_key_can_be_kept(tmp_path: Path, monkeypatch: pyte
     save_recipe(folder, RECIPE, [])
     with pytest.raises(ValueError, match="is not signed"):
         resumed_configuration(folder, [])
+    assert resumed_configuration(folder, [], trust=True).num_steps == 2
+
+
+def test_a_user_without_a_home_directory_starts_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    folder = RunFolder(tmp_path / "runs" / "a", load_recipe(RECIPE)).path
+    save_recipe(folder, RECIPE, [])
     assert resumed_configuration(folder, [], trust=True).num_steps == 2
 
 
