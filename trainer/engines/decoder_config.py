@@ -185,7 +185,7 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | No
     rope_type = rope.get("rope_type", "default")
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
     if part != 1.0:
-        raise ValueError(f"config.json: partial_rotary_factor is {part!r}; only 1.0 is supported; {_ANY}")
+        raise ValueError(f"config.json: partial_rotary_factor is {part!r}; only 1.0 is supported")
     if rope_type == "default":
         return theta, None
     if rope_type == "llama3":

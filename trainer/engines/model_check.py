@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from rl.checks import how_to_install
-from rl.system.hf_config import experts_of, is_tied, read_config, read_config_file, understanding
+from rl.system.hf_config import experts_of, find_family, is_tied, read_config, read_config_file, understanding
 from rl.system.model_files import check_head
 from rl.types import Head
 from trainer.config import TrainerConfig
@@ -60,6 +60,8 @@ def _checked(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits
             f"engines that do are {takers}"
         )
     limits = check(config, hf_config)
+    if (family := find_family(hf_config)) is not None and family.check:
+        resolve_name(family.check)(config, hf_config)
     if config.train_vision and not limits.reads_images:
         raise ValueError("TrainerConfig.train_vision is True; that needs a model that reads images")
     if config.head == "lm":

@@ -25,6 +25,22 @@ def check_routers(config: TrainerConfig, settings: Mapping[str, Any]) -> None:
             )
 
 
+def check_gpt_oss(config: TrainerConfig, settings: Mapping[str, Any]) -> None:
+    """The `check` of gpt-oss: vLLM has one order of layers, one activation, and always YaRN."""
+    del config
+    rope = settings.get("rope_parameters") or {"rope_type": "yarn"}
+    count = settings["num_hidden_layers"]
+    alternating = [("full_attention" if layer % 2 else "sliding_attention") for layer in range(count)]
+    for key, found, agreed in (
+        ("rope_type", rope.get("rope_type"), "yarn"),
+        ("layer_types", settings.get("layer_types") or alternating, alternating),
+        ("swiglu_alpha", settings.get("swiglu_alpha", 1.702), 1.702),
+        ("swiglu_limit", settings.get("swiglu_limit", 7.0), 7.0),
+    ):
+        if found != agreed:
+            raise ValueError(f"config.json: {key} is {found!r}; vLLM and transformers agree only on {agreed!r}")
+
+
 def check_tensor_parallel(config: TrainerConfig, settings: Mapping[str, Any]) -> None:
     """The `check` of Qwen2.5-VL and Qwen3-VL: what ranks that share a language model can divide, and what is proven."""
     if (degree := config.tensor_parallel) == 1:
@@ -77,6 +93,7 @@ GLM4_MOE = ModelFamily(
 GPT_OSS = ModelFamily(
     architectures=("GptOssForCausalLM",),
     engines=("fsdp2", "torchtitan"),
+    check="trainer.families:check_gpt_oss",
     decoder="trainer.families.decoders:gpt_oss",
     generator_ranks=1,
 )

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from generator.config import GeneratorConfig
-from rl.tiny_models import tiny_llama, tiny_qwen3_moe
+from rl.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from rl.vision.tiny_vl import tiny_gemma3, tiny_qwen3_vl
 from tests.waiting import LIMIT_S
 from trainer.config import TrainerConfig
@@ -142,6 +142,21 @@ def test_gpu_logic_experts_are_refused_by_fsdp1(tmp_path: Path) -> None:
 def test_what_fsdp_cannot_do_is_refused(model: Path, engine: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_model(TrainerConfig(model=model, engine=engine, **options))
+
+
+@pytest.mark.parametrize(
+    ("make", "key", "value"),
+    [
+        (tiny_llama, "partial_rotary_factor", 0.5),
+        (tiny_qwen3, "attention_bias", True),
+        (tiny_qwen3_moe, "attention_bias", True),
+    ],
+)
+def test_settings_that_vllm_understands_otherwise_are_refused(tmp_path: Path, make: Any, key: str, value: Any) -> None:
+    file = make(tmp_path / "model") / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    with pytest.raises(ValueError, match=f"{key} is {value}; vLLM and transformers agree only on"):
+        check_model(TrainerConfig(model=file.parent, engine="fsdp2"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="may have float8")

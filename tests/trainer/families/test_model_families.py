@@ -102,8 +102,26 @@ def test_an_entry_point_that_names_no_row_is_a_mistake(quiet: Path) -> None:
         find_family({"architectures": ["QuietForCausalLM"]})
 
 
-def test_a_router_that_vllm_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
-    model = MODELS["deepseek_v3"][1](tmp_path / "model")
-    check_model(TrainerConfig(model=model, engine="fsdp2"))
-    with pytest.raises(ValueError, match="scoring_func is None; it must be 'sigmoid'"):
-        check_model(TrainerConfig(model=named(model, "DeepseekV3ForCausalLM", scoring_func=None), engine="fsdp2"))
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("deepseek_v3", {"scoring_func": None}, "scoring_func is None; it must be 'sigmoid'"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, r"swiglu_limit is 6\.0; .* agree only on 7\.0"),
+        (
+            "gpt_oss",
+            {"layer_types": ["full_attention"] * 2},
+            r"layer_types is .* agree only on \['sliding_attention', ",
+        ),
+        ("gpt_oss", {"rope_parameters": {"rope_type": "default"}}, "rope_type is 'default'; .* agree only on 'yarn'"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["torchtitan", "fsdp2"])
+def test_a_model_that_vllm_would_compute_otherwise_is_refused(
+    tmp_path: Path, engine: str, name: str, changed: dict[str, Any], message: str
+) -> None:
+    """By the families' own checks, whichever engine trains."""
+    architecture, make = MODELS[name]
+    model = make(tmp_path / "model")
+    check_model(TrainerConfig(model=model, engine=engine))
+    with pytest.raises(ValueError, match=message):
+        check_model(TrainerConfig(model=named(model, architecture, **changed), engine=engine))

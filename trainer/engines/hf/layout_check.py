@@ -1,21 +1,20 @@
 """Which models and layouts the transformers engines, `fsdp2` and `fsdp1`, can train."""
 
 import warnings
-from collections.abc import Mapping
-from pkgutil import resolve_name
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from rl.system.hf_config import (
-    VisionParts,
-    find_family,
-    longest_context,
-    num_experts,
-    proven_architectures,
-    vision_of,
-)
+from rl.system.hf_config import VisionParts, find_family, longest_context, num_experts, proven_architectures, vision_of
 from trainer.config import TrainerConfig
-from trainer.engines.decoder_config import CLASSIFIER_SUFFIX
+from trainer.engines.decoder_config import CLASSIFIER_SUFFIX, FAMILIES
 from trainer.engines.model_check import ModelLimits
+
+_DISAGREED: Mapping[str, tuple[Any, Collection[str]]] = {
+    "partial_rotary_factor": (1.0, FAMILIES),
+    "attention_bias": (False, ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")),
+    "use_bidirectional_attention": (False, ("Gemma3ForCausalLM",)),
+}
+"""Keys that vLLM understands otherwise than transformers, except with this value; and in which architectures."""
 
 
 def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
@@ -27,21 +26,19 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
     if not isinstance(hf_config.get("vocab_size"), int):
         raise ValueError(f"{config.model / 'config.json'} lacks 'vocab_size'")
     backbones = {name.replace(CLASSIFIER_SUFFIX, "ForCausalLM") for name in hf_config.get("architectures") or ()}
-    if (family := find_family(hf_config)) is not None:
-        if config.engine not in family.engines:
-            raise ValueError(
-                f"TrainerConfig.engine is {config.engine!r} and the model is a {family.architectures[0]}, which "
-                f"{' and '.join(map(repr, family.engines))} can train"
-            )
-        if family.check:
-            resolve_name(family.check)(config, hf_config)
+    if (family := find_family(hf_config)) is not None and config.engine not in family.engines:
+        raise ValueError(
+            f"TrainerConfig.engine is {config.engine!r} and the model is a {family.architectures[0]}, which "
+            f"{' and '.join(map(repr, family.engines))} can train"
+        )
+    stated = {**hf_config, **(hf_config.get("rope_parameters") or {})}
+    for key, (agreed, architectures) in _DISAGREED.items():
+        if stated.get(key) not in (None, agreed) and backbones & {*architectures}:
+            raise ValueError(f"config.json: {key} is {stated[key]!r}; vLLM and transformers agree only on {agreed!r}")
     if not backbones & set(proven_architectures()):
         _check_unproven(config, sorted(backbones))
-    return ModelLimits(
-        vocab_size=hf_config["vocab_size"],
-        max_seq_len=longest_context(hf_config),
-        reads_images=vision is not None,
-    )
+    longest, reads_images = longest_context(hf_config), vision is not None
+    return ModelLimits(vocab_size=hf_config["vocab_size"], max_seq_len=longest, reads_images=reads_images)
 
 
 def _check_unproven(config: TrainerConfig, architectures: list[str]) -> None:
@@ -83,8 +80,7 @@ def _check_parallelism(config: TrainerConfig, vision: VisionParts | None) -> Non
     splits = vision is not None and bool(vision.split) and config.engine == "fsdp2"
     others = "no engine divides models that read images so" if vision else "'torchtitan' has the other parallelisms"
     for name in ("pipeline_parallel", "context_parallel", "tensor_parallel", "expert_parallel"):
-        if (degree := getattr(config, name)) > 1 and not (splits and name == "tensor_parallel"):
+        if (size := getattr(config, name)) > 1 and not (splits and name == "tensor_parallel"):
             raise ValueError(
-                f"TrainerConfig.{name} is {degree}; engine {config.engine!r} only shards data, so it must be 1; "
-                f"{others}"
+                f"TrainerConfig.{name} is {size}; engine {config.engine!r} only shards data, so it must be 1; {others}"
             )
