@@ -150,12 +150,14 @@ def test_what_fsdp_cannot_do_is_refused(model: Path, engine: Any, options: dict[
         (tiny_llama, "partial_rotary_factor", 0.5),
         (tiny_qwen3, "attention_bias", True),
         (tiny_qwen3_moe, "attention_bias", True),
+        (tiny_qwen3_moe, "hidden_act", "gelu"),
+        (TINY_FAMILIES["gemma4"], "hidden_activation", "silu"),
     ],
 )
 def test_settings_that_vllm_understands_otherwise_are_refused(tmp_path: Path, make: Any, key: str, value: Any) -> None:
     file = make(tmp_path / "model") / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
-    with pytest.raises(ValueError, match=f"{key} is {value}; vLLM and transformers agree only on"):
+    with pytest.raises(ValueError, match=f"{key} is {value!r}; vLLM and transformers agree only on"):
         check_model(TrainerConfig(model=file.parent, engine="fsdp2"))
 
 

@@ -13,6 +13,8 @@ _DISAGREED: Mapping[str, tuple[Any, Collection[str]]] = {
     "partial_rotary_factor": (1.0, FAMILIES),
     "attention_bias": (False, ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")),
     "use_bidirectional_attention": (False, ("Gemma3ForCausalLM",)),
+    "hidden_act": ("silu", ("Qwen3MoeForCausalLM", "Qwen3_5MoeForCausalLM")),
+    "hidden_activation": ("gelu_pytorch_tanh", ("Gemma4ForCausalLM",)),
 }
 """Keys that vLLM understands otherwise than transformers, except with this value; and in which architectures."""
 
