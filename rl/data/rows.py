@@ -96,7 +96,7 @@ def parse_row(line: str, where: str, fields: Mapping[str, Fault]) -> dict[str, A
     """One line's JSON object with its fields checked. Raises ValueError that begins with `where`."""
     try:
         row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):
         needed = ", ".join(map(repr, fields))

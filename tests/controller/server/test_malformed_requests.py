@@ -1,10 +1,11 @@
 """Requests that no client should send: no 500, no crash, and the next good call works.
 
-Covers: controller/server/app.py, controller/server/wire.py
+Covers: controller/server/app.py, controller/server/openai_routes.py, controller/server/wire.py
 """
 
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.controller.server.fuzzing import Known, Sender, check_many, requests
@@ -35,6 +36,14 @@ def check(server: RunningServer, count: int) -> None:
 def test_200_malformed_requests(tmp_path: Path) -> None:
     with running_server(tmp_path, poll_s=0.05) as server:
         check(server, 200)
+
+
+@pytest.mark.seconds
+def test_bodies_that_are_no_chat_are_refused(tmp_path: Path) -> None:
+    with running_server(tmp_path) as server:
+        for body in (b"nonsense", b"[" * 100_000, b"[]", b"\xff\xfe"):
+            answer = httpx.post(f"{server.url}/oai/api/v1/chat/completions", content=body)
+            assert (answer.status_code, bool(answer.json()["error"]["message"])) == (400, True)
 
 
 @pytest.mark.slow

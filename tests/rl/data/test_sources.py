@@ -83,6 +83,8 @@ def test_prompts_may_be_chats(tmp_path: Path) -> None:
         ('{"prompt": [], "completion": "b"}', r"data.jsonl:3: 'prompt' is \[\]; text, or messages"),
         ('{"prompt": [{"role": "user"}], "completion": "b"}', r"data.jsonl:3: 'prompt' holds .* needs 'role' and"),
         ('{"prompt": "a", ', r"data.jsonl:3 is not JSON"),
+        (f'{{"prompt": {"[" * 5000}', r"data.jsonl:3 is not JSON"),
+        (f'{{"prompt": {"1" * 5000}}}', r"data.jsonl:3 is not JSON"),
         (r'{"prompt": "a", "completion": "see \ud800"}', r"data.jsonl:3 holds the lone surrogate '\\ud800' in .*see "),
         (r'{"prompt": [{"role": "user", "content": "\udfff"}], "completion": "b"}', r"data.jsonl:3 .* '\\udfff'"),
         (r'{"prompt": "a", "completion": "b", "meta": {"x": ["\ud83d"]}}', r"data.jsonl:3 .* '\\ud83d'"),
