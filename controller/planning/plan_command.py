@@ -119,7 +119,11 @@ def _read(options: Plan, config: Any) -> tuple[ModelSize, Any, Any, Work]:
         prompt_tokens=options.prompt_tokens,
         completion_tokens=options.completion_tokens or config.sampling.max_tokens,
     )
-    return ModelSize(parse_shape(read_config(directory))), trainer, generator, work
+    try:
+        shape = parse_shape(read_config(directory))
+    except ValueError as error:  # of torchtitan, whose models these are; the recipe may have another engine
+        raise ValueError(f"plan knows the models that torchtitan trains, and not this one: {error}") from None
+    return ModelSize(shape), trainer, generator, work
 
 
 def _proven_ranks(model: Path) -> int | None:

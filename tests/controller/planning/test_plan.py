@@ -236,6 +236,9 @@ def test_the_command_says_if_it_fits_and_refuses_as_engines_do(
     assert "--gpu is 'v100'" in capsys.readouterr().err
     assert run_command(["plan", "sft_qwen3_gpu", "--model-directory", folder]) == 2
     assert "plan is for loops that sample and train" in capsys.readouterr().err
+    other = ["plan", "grpo_qwen3_gpu", "--model-directory", str(TINY_FAMILIES["gemma2"](tmp_path / "gemma2"))]
+    assert run_command([*other, "--trainer.engine", "fsdp2", "--trainer.activation-checkpointing", "full"]) == 2
+    assert "plan knows the models that torchtitan trains, and not this one: config.json" in capsys.readouterr().err
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(json.dumps({"step": 1, "mfu": 0.25, "schema_version": 4}) + "\n")
     assert run_command([*words, *fitting, "--metrics", str(metrics)]) == 0
