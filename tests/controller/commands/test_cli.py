@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_a_user_without_a_home_directory_is_told(
     """As in a container whose user has no name and no HOME."""
     for name in ("HOME", "OWNLOOP_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.setattr(pwd, "getpwuid", dict[int, Any]().__getitem__)
     assert run_command(["model", "smollm2-135m-instruct"]) == 2
     assert "no home directory, for a cache and a key; set HOME" in capsys.readouterr().err
 

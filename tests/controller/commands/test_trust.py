@@ -124,7 +124,7 @@ def test_a_run_starts_where_no_key_can_be_kept(tmp_path: Path, monkeypatch: pyte
 def test_a_user_without_a_home_directory_starts_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOME", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.setattr(pwd, "getpwuid", dict[int, Any]().__getitem__)
     folder = RunFolder(tmp_path / "runs" / "a", load_recipe(RECIPE)).path
     save_recipe(folder, RECIPE, [])
     assert resumed_configuration(folder, [], trust=True).num_steps == 2
