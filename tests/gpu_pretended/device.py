@@ -97,7 +97,8 @@ class PretendedGPU(TorchDispatchMode):
                 raise
             not_computed.add(name)
             args, kwargs = tree_unflatten(list(flat), spec)
-            return func(*args, **kwargs)  # an extension's own kernel, which does nothing
+            with self:  # an extension's own kernel, which does nothing, or a function of other operators
+                return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)  # pyright: ignore
         return tree_map(lambda x: _back(x, originals, lambda made: on_gpu(made, device), device), result)
 
     def _allocate(self, func: Any, flat: Sequence[Any], spec: Any, device: torch.device) -> Any:

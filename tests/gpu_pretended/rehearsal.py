@@ -92,7 +92,8 @@ PARTS = (
     Part(
         "generator",
         "vLLM's GPU worker (V2 runner, asynchronous scheduling) samples what transformers computes with each version's "
-        "weights: after pulls in flight and drained from another process over CUDA IPC, an abort, sleep and waking up.",
+        "weights, from cut distributions too: after pulls in flight and drained from another process over CUDA IPC, an "
+        "abort, sleep and waking up.",
         ("-m", "tests.gpu_pretended.generator"),
         gib=2.0,
         variables={"TRITON_INTERPRET": "1"},
@@ -107,8 +108,8 @@ PARTS = (
     ),
     Part(
         "colocated",
-        "`ownloop run` learns on two GPUs whose memory two ranks under FSDP2 and two generators share in turns; the "
-        "generators' log-probs are the trainer's after every push from GPU to GPU.",
+        "`ownloop run` trains a mixture on two GPUs, whose memory two ranks under FSDP2 and two generators have in "
+        "turns; after every push from GPU to GPU the generators' log-probs are the trainer's.",
         ("-m", "tests.gpu_pretended.colocated"),
         gpus=2,
         gib=1.0,

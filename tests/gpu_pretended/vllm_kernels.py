@@ -1,4 +1,4 @@
-"""What vLLM's own kernels compute for a dense decoder, as plain operators on the CPU; see `kernels.py`.
+"""What vLLM's own kernels compute for decoders, as plain operators on the CPU; see `kernels.py`.
 
 vLLM's operators for attention find keys and values of earlier tokens by themselves, in blocks of `N` tokens that are
 strewn over the cache, so they are computed here whole. Legend: as in `kernels.py`; H key-value heads.
@@ -41,6 +41,26 @@ def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor | None, size: int, 
             heads = each.view(len(positions), -1, size)
             one, two = heads.float().chunk(2, -1)
             heads.copy_(torch.cat([one * cosine - two * sine, two * cosine + one * sine], -1))
+
+
+def topk_softmax(weights: Tensor, ids: Tensor, places: Tensor, logits: Tensor, whole: bool = False, *_: Any) -> None:
+    """_moe_C::topk_softmax: logits [T, E] -> probabilities of the best experts, which add up to 1 if `whole`."""
+    del places
+    found, chosen = logits.float().softmax(-1).topk(ids.shape[1])
+    weights.copy_(found / found.sum(-1, keepdim=True) if whole else found)
+    ids.copy_(chosen)
+
+
+def experts(_: Any, *, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, **routed: Any) -> None:
+    """VLLM's `TritonExperts.apply`: hidden_states [T, in], gates and ups w1 [E, 2 width, in], w2 [E, in, width]."""
+    x, up, down, weights, ids = map(on_host, (hidden_states, w1, w2, routed["topk_weights"], routed["topk_ids"]))
+    total = torch.zeros(x.shape)
+    for expert in range(len(up)):
+        tokens, places = (ids == expert).nonzero(as_tuple=True)
+        gate, value = (x[tokens] @ up[expert].mT).chunk(2, -1)
+        found = (torch.nn.functional.silu(gate) * value) @ down[expert].mT
+        total.index_add_(0, tokens, weights[tokens, places, None] * found.float())
+    on_host(output).copy_(total)
 
 
 def kv_cache_update(key: Tensor, value: Tensor, layer: Any) -> Tensor:
@@ -114,6 +134,7 @@ def _context(layer: Any) -> tuple[Any, Any, Tensor, Tensor | None]:
 
 
 COMPUTED: Mapping[str, Callable[..., Any]] = {
+    "_moe_C::topk_softmax": topk_softmax,
     "_C::rms_norm": rms_norm,
     "_C::fused_add_rms_norm": fused_add_rms_norm,
     "_C::silu_and_mul": silu_and_mul,

@@ -25,6 +25,18 @@ def _find_runtime(cuda_wrapper: Any) -> None:
     cuda_wrapper.find_loaded_library = lambda _: os.environ["LD_PRELOAD"]
 
 
+def _cut_without_triton(topk_topp_sampler: Any) -> None:
+    """Triton's interpreter cannot run the kernel for top-k and top-p."""
+    topk_topp_sampler.HAS_TRITON = False
+
+
+def _plain_experts(triton_moe: Any) -> None:
+    """Its kernels take minutes in Triton's interpreter."""
+    from tests.gpu_pretended.vllm_kernels import experts
+
+    triton_moe.TritonExperts.apply = experts
+
+
 def _measure_little(matrix_rate: Any) -> None:
     """The rate of a pretended GPU is of no use, and takes half a minute."""
     matrix_rate._SIZES["cuda"] = 64
@@ -33,4 +45,6 @@ def _measure_little(matrix_rate: Any) -> None:
 if os.environ.get("PRETENDED_GPU"):
     AfterImport("torch", _compute)
     AfterImport("trainer.matrix_rate", _measure_little)
+    AfterImport("vllm.v1.sample.ops.topk_topp_sampler", _cut_without_triton)
+    AfterImport("vllm.model_executor.layers.fused_moe.experts.triton_moe", _plain_experts)
     AfterImport("vllm.distributed.device_communicators.cuda_wrapper", _find_runtime)
