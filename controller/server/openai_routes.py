@@ -108,7 +108,7 @@ def _check(raw: bytes) -> str:
     """The name of the model. Raises ValueError for a body that makes no sense, or asks for too much."""
     try:
         body: Any = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict) or not isinstance(body.get("model"), str):
         raise ValueError("model is missing; GET models lists what there is")
