@@ -210,7 +210,9 @@ def _plain(message: Message) -> dict[str, Any]:
 def _plain_call(function: Mapping[str, Any]) -> list[Any]:
     arguments = function["arguments"]
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # a model wrote it; what is no JSON is compared as it stands
+        with contextlib.suppress(
+            ValueError, RecursionError
+        ):  # a model wrote it; what is no JSON is compared as it stands
             arguments = json.loads(arguments)
     return [function["name"], arguments]
 

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from rl.advantages import Rewards, group_mean, group_mean_std, has_signal, normalize
 
+_ROUNDING = 1e-9  # twenty tests of 0.05 each are a reward of 1.0000000000000002
+
 
 def pass_at_k(rewards: Rewards) -> Rewards:
     """[G] -> [G]: the best reward minus the best of the others, for the best rollout; 0 for all others.
@@ -32,7 +34,7 @@ def max_rl(rewards: Rewards) -> Rewards:
     Rare successes count for more than under GRPO: the gradient approaches that of the log-likelihood of success. The
     paper derives it for these rewards only. Raises ValueError for a reward outside [0, 1].
     """
-    if len(rewards) and not (rewards.min() >= 0 and rewards.max() <= 1):
+    if len(rewards) and not (rewards.min() >= -_ROUNDING and rewards.max() <= 1 + _ROUNDING):
         raise ValueError(
             f"max_rl was given a reward of {rewards.min() if rewards.min() < 0 else rewards.max():g}; rewards must be "
             "in [0, 1], or use group_mean_std"

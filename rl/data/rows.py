@@ -7,6 +7,7 @@ file, run and process.
 """
 
 import functools
+import glob
 import hashlib
 import json
 import math
@@ -79,7 +80,7 @@ def read_rows(path: Path, fields: Mapping[str, Fault], row_fault: Fault = no_fau
         raise ValueError(f"there is no file {path}; it should hold one JSON object per line with {needed}")
     rows: list[dict[str, Any]] = []
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:  # Windows puts a byte order mark before UTF-8
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     rows.append(row := parse_row(line, f"{path}:{number}", fields))
@@ -96,7 +97,7 @@ def parse_row(line: str, where: str, fields: Mapping[str, Fault]) -> dict[str, A
     """One line's JSON object with its fields checked. Raises ValueError that begins with `where`."""
     try:
         row: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and lists within lists
         raise ValueError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):
         needed = ", ".join(map(repr, fields))
@@ -168,7 +169,7 @@ def load_table(dataset: str, *, split: str, subset: str | None, revision: str | 
         if path.is_file():
             if path.suffix not in _FILE_FORMATS:
                 raise ValueError(f"a file must end in one of {', '.join(_FILE_FORMATS)}")
-            return datasets.load_dataset(_FILE_FORMATS[path.suffix], data_files=str(path), split=split)
+            return datasets.load_dataset(_FILE_FORMATS[path.suffix], data_files=glob.escape(str(path)), split=split)
         if path.is_dir():
             if (path / "dataset_dict.json").exists():
                 return datasets.load_from_disk(str(path))[split]

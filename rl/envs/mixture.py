@@ -10,6 +10,7 @@ Metrics get the name of the task: `reward_easy` in a step's row and in an evalua
 """
 
 import inspect
+import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,6 +93,8 @@ class Mixture:
             require_env(task.env)
             if not callable(task.weight) and task.weight < 0:
                 raise ValueError(f"Mixture.{name}.weight is {task.weight}; it must be at least 0")
+            if not (best := best_reward_of(task.env)) > 0:  # pass rates are shares of it
+                raise ValueError(f"Mixture.{name}: best_reward of {task.env.name!r} is {best}; it must be above 0")
         self.tasks = tasks
         self.pass_rates = dict.fromkeys(tasks, 0.0)
         """See `Progress.pass_rate`."""
@@ -131,9 +134,10 @@ class Mixture:
             name: task.weight(Progress(number, self.pass_rates[name])) if callable(task.weight) else task.weight
             for name, task in self.tasks.items()
         }
-        if not (sum(weights.values()) > 0 and min(weights.values()) >= 0):  # nor may one be NaN
+        if not (0 < sum(weights.values()) < math.inf and min(weights.values()) >= 0):  # nor may one be NaN
             raise ValueError(
-                f"the weights of a Mixture at problem {number} are {weights}; one must be above 0, and none below"
+                f"the weights of a Mixture at problem {number} are {weights}; one must be above 0, none below, and "
+                "their sum finite"
             )
         draw = random.Random(hashed_number(f"mixture/{seed}/{number}"))
         (name,) = draw.choices(list(weights), list(weights.values()))

@@ -194,6 +194,8 @@ def test_ids_and_the_form_of_json_do_not_count() -> None:
     parts = {"role": "assistant", "content": [{"type": "text", "text": "hm"}]}
     assert digests([said("hm "), one], None)[-1] == digests([{**parts, "tool_calls": two["tool_calls"]}], None)[-1]
     assert digests([one], None)[-1] != digests([one], [{"name": "tool"}])[-1]
+    deep = said("", tool_calls=[{"function": {"name": "add", "arguments": "[" * 9999}}])  # as a model may write it
+    assert digests([deep], None) != digests([one], None)
 
 
 def test_a_plain_prompt_is_found_by_its_tokens() -> None:

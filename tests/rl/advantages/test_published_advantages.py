@@ -37,6 +37,7 @@ def test_max_rl_divides_by_the_mean() -> None:
     assert max_rl(GROUP).tolist() == [3, -1, -1, -1]
     assert not max_rl(np.zeros(3)).any()
     assert not max_rl(np.ones(3)).any()
+    assert max_rl(np.array([sum([0.05] * 20), 0.0])) == pytest.approx([1, -1])  # a sum of 1.0000000000000002
     with pytest.raises(ValueError, match=r"a reward of -0.5; rewards must be in \[0, 1\]"):
         max_rl(np.array([0.0, -0.5]))
 

@@ -83,8 +83,8 @@ def test_prompts_may_be_chats(tmp_path: Path) -> None:
         ('{"prompt": [], "completion": "b"}', r"data.jsonl:3: 'prompt' is \[\]; text, or messages"),
         ('{"prompt": [{"role": "user"}], "completion": "b"}', r"data.jsonl:3: 'prompt' holds .* needs 'role' and"),
         ('{"prompt": "a", ', r"data.jsonl:3 is not JSON"),
-        (f'{{"prompt": {"[" * 5000}', r"data.jsonl:3 is not JSON"),
-        (f'{{"prompt": {"1" * 5000}}}', r"data.jsonl:3 is not JSON"),
+        ('{"prompt": "a", "completion": "b", "x": ' + "[" * 9999, r"data.jsonl:3 is not JSON: maximum recursion depth"),
+        ('{"prompt": "a", "completion": "b", "x": ' + "1" * 5000 + "}", r"data.jsonl:3 is not JSON: .* .4300 digits"),
         (r'{"prompt": "a", "completion": "see \ud800"}', r"data.jsonl:3 holds the lone surrogate '\\ud800' in .*see "),
         (r'{"prompt": [{"role": "user", "content": "\udfff"}], "completion": "b"}', r"data.jsonl:3 .* '\\udfff'"),
         (r'{"prompt": "a", "completion": "b", "meta": {"x": ["\ud83d"]}}', r"data.jsonl:3 .* '\\ud83d'"),
@@ -96,6 +96,12 @@ def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path) -> None:
     path.write_text(f'{{"prompt": "a", "completion": "b"}}\n\n{line}\n')  # empty lines are skipped but counted
     with pytest.raises(ValueError, match=message):
         JsonlExamples(path=path).train_examples(0, 0, 1)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "completion": "b"}\r\n')
+    assert JsonlExamples(path=path, eval_path=path).eval_examples(1)[0].prompt == "a"
 
 
 def test_files_with_nothing_to_learn_are_refused(tmp_path: Path) -> None:

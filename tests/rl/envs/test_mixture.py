@@ -133,10 +133,15 @@ def test_mistakes_are_named() -> None:
         Mixture(two=Task(TWO))
     with pytest.raises(ValueError, match=r"Mixture.four.weight is -1; it must be at least 0"):
         Mixture(two=Task(TWO), four=Task(FOUR, weight=-1))
+    penalised = type("Penalised", (LargestNumber,), {"best_reward": 0.0})()
+    with pytest.raises(ValueError, match=r"Mixture.penalised: best_reward of .* is 0.0; it must be above 0"):
+        Mixture(two=Task(TWO), penalised=Task(penalised))
     with pytest.raises(ValueError, match=r"problem 3 are \{'two': 0, 'four': 0\}; one must be above 0"):
         Mixture(two=Task(TWO, weight=0), four=Task(FOUR, weight=0)).train_problems(0, 3, 1)
     with pytest.raises(ValueError, match=r"problem 0 are \{'two': nan"):
         Mixture(two=Task(TWO, weight=float("nan")), four=Task(FOUR)).train_problems(0, 0, 1)
+    with pytest.raises(ValueError, match=r"problem 0 are \{'two': inf.* and their sum finite"):
+        Mixture(two=Task(TWO, weight=float("inf")), four=Task(FOUR)).train_problems(0, 0, 1)
     with pytest.raises(ValueError, match=r"Ramp.points is \(\(5, 1.0\), \(5, 2.0\)\); it needs .* rising numbers"):
         Ramp(((5, 1.0), (5, 2.0)))
     with pytest.raises(ValueError, match=r"end answers at .* must be the same for all"):
