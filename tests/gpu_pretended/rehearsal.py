@@ -55,7 +55,7 @@ PARTS = (
     Part(
         "gpu_tests",
         "Tests marked `gpu` pass: kernels' choices, pinned offload of every engine, calls that run out of memory, CUDA "
-        "IPC from another process.",
+        "IPC with another process until it dies.",
         (*_PYTEST, "-m", "gpu", _ENGINES, "tests/rl/weights"),
     ),
     Part(
