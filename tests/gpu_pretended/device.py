@@ -211,6 +211,7 @@ def install(*, computes: bool) -> None:
 
     threading.Thread.run = run_computed
     _replace_nccl(fake=not computes)
+    _fork_ranks()
     if not computes:
         _start_no_kernels()
     _switch_compilers_off(computes=computes)
@@ -235,6 +236,20 @@ def _replace_nccl(*, fake: bool) -> None:
         return make(*args, backend=_without_nccl(backend), **kwargs)
 
     dist.init_process_group, dist.new_group = started, made  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _fork_ranks() -> None:
+    """Forks the ranks of an engine from a server that has imported all engines once, which CUDA itself forbids."""
+    start = torch.multiprocessing.start_processes
+
+    @functools.wraps(start)
+    def started(*args: Any, **kwargs: Any) -> Any:
+        from trainer.engines.contract.plain_ranks import preloaded_forkserver
+
+        return start(*args, **{**kwargs, "start_method": preloaded_forkserver().get_start_method()})
+
+    torch.multiprocessing.start_processes = started  # pyright: ignore[reportAttributeAccessIssue]
+    torch.cuda._is_in_bad_fork = lambda: False  # pyright: ignore
 
 
 def _start_no_kernels() -> None:

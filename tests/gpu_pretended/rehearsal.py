@@ -30,8 +30,9 @@ tensor cores; CUDA graphs. A green table says that no device or dtype is mixed u
 memory is freed, shared and counted by torch's own CUDA build, and that the numbers are the CPU's. Where there is a real
 GPU, `make gpu-check` comes first.
 """
-_PYTEST = ("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--show-capture=no")
-_CONTRACT = "tests/trainer/engines/test_sharded_engine.py"
+_PYTEST = ("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--show-capture=no", "--disable-warnings")
+_ENGINES = "tests/trainer/engines"
+_LAYOUTS = "fsdp2_tied tp2_tied pp2_untied ep2_moe cp2_tp2_untied hsdp2x2_untied adapter_fsdp2_tied".split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +51,36 @@ class Part:
     limit_s: float = 600.0
 
 
-def _layout(name: str, what: str, gpus: int = 2) -> Part:
-    """The contract of several ranks in one layout: gradients, failures, steps, checkpoints, exports, pushes."""
-    longer = ["transformers", "megatron", "fsdp1", "tp2_ep2", *([] if name.startswith("adapter") else ["adapter"])]
-    chosen = " and not ".join([f"several_ranks_keep_the_contract and {name}-", *longer])
-    return Part(name, what, (*_PYTEST, _CONTRACT, "-k", chosen), gpus=gpus)
-
-
 PARTS = (
     Part(
         "gpu_tests",
         "Tests marked `gpu` pass: kernels' choices, pinned offload of every engine, calls that run out of memory, CUDA "
-        "IPC from another process.",
-        (*_PYTEST, "-m", "gpu", "tests/trainer/engines", "tests/rl/weights"),
+        "IPC with another process until it dies.",
+        (*_PYTEST, "-m", "gpu", _ENGINES, "tests/rl/weights"),
     ),
     Part(
         "numerics",
         "Losses, gradient norms and checkpoints of torchtitan and fsdp2 are the CPU's.",
         ("-m", "benchmarks.gpu.numerics", "--smoke"),
     ),
-    _layout("fsdp2_tied", "Two ranks under FSDP2 keep the contract of engines."),
-    _layout("tp2_tied", "Two ranks under tensor parallelism keep it."),
-    _layout("pp2_untied", "Two stages of a pipeline keep it."),
-    _layout("ep2_moe", "Two ranks under expert parallelism keep it."),
-    _layout("cp2_tp2_untied", "Four ranks under context and tensor parallelism keep it.", gpus=4),
-    _layout("hsdp2x2_untied", "Four ranks, two copies of two shards, keep it.", gpus=4),
-    _layout("adapter_fsdp2_tied", "Two ranks with adapters under FSDP2 keep it."),
+    Part(
+        "layouts",
+        "Two ranks under FSDP2, tensor, pipeline or expert parallelism, or with an adapter under FSDP2, and four under "
+        "context and tensor parallelism, or two copies of two shards, keep the contract of engines: gradients, steps, "
+        "failures, checkpoints that one rank loads, exports, pushes. Their state leaves the GPU and comes back.",
+        (
+            *(*_PYTEST, f"{_ENGINES}/test_sharded_engine.py", "-k"),
+            "several_ranks_keep_the_contract and (" + " or ".join(f"[{name}-" for name in _LAYOUTS) + ")",
+        ),
+        gpus=4,
+    ),
+    Part(
+        "resharding",
+        "Training goes on from one rank to a pipeline and back, to FSDP2 and on to tensor parallelism; adapters of "
+        "several kinds, interleaved, compute on two ranks what they do on one.",
+        (*_PYTEST, f"{_ENGINES}/test_changed_layouts.py", f"{_ENGINES}/test_sharded_adapters.py"),
+        gpus=2,
+    ),
     Part(
         "compiled",
         "`compile=True` makes no graph for a new length of a row, with and without shared prefixes, and breaks none; "

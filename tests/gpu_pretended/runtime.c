@@ -27,6 +27,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -103,7 +104,10 @@ static void join(void) {
 
 /* This process's row. A fork has one of its own. */
 static Holder *own(void) {
+  static pthread_mutex_t joining = PTHREAD_MUTEX_INITIALIZER;
+  pthread_mutex_lock(&joining);
   if (!self || self->pid != getpid()) join();
+  pthread_mutex_unlock(&joining);
   return self;
 }
 
@@ -117,11 +121,11 @@ static size_t used_by_all(int device) {
 
 static int take(int device, size_t size) {
   if (used_by_all(device) + size > capacity()) return 0;
-  own()->used[physical(device)] += size;
+  __sync_fetch_and_add(&own()->used[physical(device)], size);
   return 1;
 }
 
-static void give_back(int device, size_t size) { own()->used[physical(device)] -= size; }
+static void give_back(int device, size_t size) { __sync_fetch_and_sub(&own()->used[physical(device)], size); }
 
 /* --- memory --- */
 
@@ -167,12 +171,24 @@ static cudaError_t forget(void *p, int unmap) {
   return b ? cudaSuccess : fail(cudaErrorInvalidValue);
 }
 
+/* A file of this size. A limit on files that the process writes, as a full disk has, does not hold for a GPU. */
+static int memory_file(size_t size) {
+  struct rlimit limit;
+  int fd = memfd_create("pretended-gpu", MFD_CLOEXEC);
+  pthread_mutex_lock(&lock);
+  getrlimit(RLIMIT_FSIZE, &limit);
+  setrlimit(RLIMIT_FSIZE, &(struct rlimit){limit.rlim_max, limit.rlim_max});
+  if (fd < 0 || ftruncate(fd, size)) perror("pretended GPU: no memory of the host"), abort();
+  setrlimit(RLIMIT_FSIZE, &limit);
+  pthread_mutex_unlock(&lock);
+  return fd;
+}
+
 API cudaError_t cudaMalloc(void **p, size_t size) {
   size = pages(size);
   *p = NULL;
   if (!take(current, size)) return fail(cudaErrorMemoryAllocation);
-  int fd = memfd_create("pretended-gpu", MFD_CLOEXEC);
-  if (fd < 0 || ftruncate(fd, size)) abort();
+  int fd = memory_file(size);
   *p = map(size, fd);
   note(*p, size, DEVICE, fd);
   return cudaSuccess;

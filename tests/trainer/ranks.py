@@ -1,5 +1,6 @@
 """The script of the contract on several engine ranks, and what only these engines promise beyond it."""
 
+import asyncio
 import contextlib
 import resource
 from collections.abc import Generator
@@ -8,18 +9,53 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
+from rl.losses import get_loss
+from rl.tiny_models import random_batch
+from rl.weights.gpu_memory import unreachable_gpus
+from tests.stores import FakeStore
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine
-from trainer.engines.contract.several_ranks import Build, layout_script
+from trainer.engines.contract.plain_ranks import LENGTHS, plan, whole
+from trainer.engines.contract.reference import require_close
+from trainer.engines.contract.several_ranks import PARAMS, Build, layout_script
+from trainer.push import WeightPublisher
 
 
 def script(build: Build, config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
-    """The contract's script, and then a rank that has no room for its files."""
+    """The contract's script, then a turn of a generator on GPUs, and a rank that has no room for its files."""
     engine = build(config)
     results = layout_script(lambda _: engine, config, rank, directory)
-    fail_to_write(engine, rank, config.num_ranks, directory)
+    if torch.cuda.is_available():
+        leave_the_gpu(engine, config, rank, directory)
+    fail_to_write(engine, rank, config.num_ranks, directory)  # last: what pytest.raises caught keeps tensors
     return results
+
+
+def leave_the_gpu(engine: Engine, config: TrainerConfig, rank: int, directory: Path) -> None:
+    """All state leaves the GPU before a step and comes back, which changes no bit; a push finds memory of GPUs."""
+    batch, after = random_batch(LENGTHS), list[dict[str, torch.Tensor]]()
+    mine = plan(config, batch).split(batch)[config.data_parallel_rank(rank)]
+    for leaves in (False, True):
+        engine.load_checkpoint(directory / "checkpoint")
+        engine.forward_backward(mine, get_loss("cross_entropy"))
+        if leaves:
+            parts = [p.to_local() if isinstance(p, DTensor) else p for _, p in engine.hf_parameters()]
+            size, held = sum(part.nbytes for part in parts), torch.cuda.memory_allocated()
+            del parts
+            engine.to("cpu", model=True, gradients=True, optimizer=True)
+            freed = held - torch.cuda.memory_allocated()
+            assert freed >= 4 * size, f"{freed} bytes were freed; parameters, gradients, moments take {4 * size}"
+            engine.to("cuda", model=True, gradients=True, optimizer=True)
+        engine.optim_step(PARAMS, 0.01)
+        after.append(whole(engine))
+    require_close("parameters", after[1], after[0], 0.0)
+    with no_space(applies=True):
+        torch.empty(32 << 20, device="cuda")  # memory of a GPU is no file, not even of a pretended one
+    publisher = WeightPublisher(torch.bfloat16, store=FakeStore())
+    record = asyncio.run(publisher.publish(3, engine.hf_parameters()))
+    assert record is None or record.transport == "gpu_memory" or unreachable_gpus()
 
 
 def fail_to_write(engine: Engine, rank: int, num_ranks: int, directory: Path) -> None:

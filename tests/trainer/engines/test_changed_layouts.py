@@ -46,7 +46,7 @@ def train(engine: Engine, of: TrainerConfig, steps: int, rank: int = 0) -> dict[
 def published(engine: Engine) -> dict[str, torch.Tensor]:
     """What a generator would be given, on rank 0."""
     store = FakeStore()
-    publisher = WeightPublisher(torch.float32, store=store)
+    publisher = WeightPublisher(torch.float32, "shared_memory", store=store)
     asyncio.run(publisher.publish(engine.policy_version, engine.hf_parameters()))
     if dist.get_rank():
         return {}
