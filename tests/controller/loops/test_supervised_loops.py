@@ -154,7 +154,8 @@ def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> 
     refused(replace(config, data=JsonlExamples(path=tmp_path / "bad.jsonl")), r"bad.jsonl:1 lacks 'completion'")
     refused(replace(config, max_tokens=500), r"max_tokens is 500; it must be between 2 and the model's context of 128")
     refused(replace(config, max_tokens=4), r"max_tokens is 4; every held-out text is longer")
-    refused(replace(config, train_on="prompt"), r"train_on is 'prompt', which is not known")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"train_on is 'prompt'; it must be one of \('completion', 'all'\)"):
+        replace(config, train_on="prompt")  # type: ignore[arg-type]
     refused(replace(config, model="gpt-5"), r"model 'gpt-5' is neither a local directory nor a known name")
     with pytest.raises(ValueError, match=r"examples_per_step is 0; it must be at least 1"):
         replace(config, examples_per_step=0)
