@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import fields
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, is_typeddict
 
 MAX_SEED = 1 << 62
 """Bound of seeds. PyTorch's generators take 64 bits, of which this leaves room for every sample's."""
@@ -32,11 +32,11 @@ def is_of(value: object, hint: Any) -> bool:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return value in arguments
-    if origin in (Union, types.UnionType):
+    if origin in (Union, types.UnionType, Annotated):  # what annotates a type is none, so it fits all
         return any(is_of(value, each) for each in arguments)
     if hint in _NUMBERS:  # a bool is an int in Python
         return isinstance(value, _NUMBERS[hint]) and not isinstance(value, bool)
-    if hint is Any or getattr(hint, "_is_protocol", False):
+    if hint is Any or getattr(hint, "_is_protocol", False) or is_typeddict(hint):
         return True
     kind = (tuple, list) if origin is tuple else origin or hint
     return not isinstance(kind, type | tuple) or isinstance(value, kind)

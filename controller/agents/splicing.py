@@ -210,9 +210,8 @@ def _plain(message: Message) -> dict[str, Any]:
 def _plain_call(function: Mapping[str, Any]) -> list[Any]:
     arguments = function["arguments"]
     if isinstance(arguments, str):
-        with contextlib.suppress(
-            ValueError, RecursionError
-        ):  # a model wrote it; what is no JSON is compared as it stands
+        # a model wrote it; what is no JSON is compared as it stands
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     return [function["name"], arguments]
 

@@ -2,12 +2,14 @@
 
 import copy
 import pickle
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 import pytest
 
 from generator.config import GeneratorConfig
+from rl.checks import check_types
 from rl.lora import LoRAConfig
 from rl.types import REASONING, AdamParams, Answer, Completion, Datum, MuonParams, SamplingParams, open_reasoning
 from trainer.config import TrainerConfig
@@ -135,3 +137,20 @@ def test_an_answer_is_a_text_that_nothing_changes() -> None:
         answer.content = "paid"
     with pytest.raises(AttributeError, match="reasoning of an Answer cannot be deleted"):
         del answer.reasoning
+
+
+class _Row(TypedDict):
+    text: str
+
+
+@dataclass
+class _Own:
+    """A configuration of a user's own, with types that Python cannot check."""
+
+    limit: Annotated[int | None, ["at least 0"]] = None
+    row: _Row | None = None
+
+
+def test_types_of_a_users_own_that_cannot_be_checked_are_taken() -> None:
+    check_types(_Own(limit=3, row={"text": "a"}))
+    check_types(_Own())
