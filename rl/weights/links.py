@@ -9,6 +9,7 @@ are for networks that one trusts.
 
 import json
 import math
+import os
 import socket
 import struct
 from collections import Counter
@@ -17,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 
@@ -26,22 +27,20 @@ from rl.weights.ranks import num_ranks
 from rl.weights.transport import Shard
 from rl.weights.versions import Manifest, WeightsError, element_sum
 
-LINK_TIMEOUT_S = 20.0
-"""The usual `LinkAddress.timeout_s`: a link survives an interruption of ten seconds."""
+LINK_TIMEOUT_S = 20.0  # the usual `LinkAddress.timeout_s`: a link survives an interruption of ten seconds
 
-LINKS = 4
-"""From all ranks together to the first host, or one from each rank if there are more."""
+# From all ranks together to the first host, or one from each rank if there are more. One thread copies a few GB/s.
+LINKS = min(max(len(os.sched_getaffinity(0)), 2), 16)
 
 PART_BYTES = 2 << 20
 """The most that a message carries: hosts pass a message on while the next one arrives. A single row may be larger."""
 
+_WAKE_BYTES = 256 << 10  # a thread that receives is woken for so many at a time, which a core's cache holds
 _TRIED_AGAIN = 20  # pushes after one whose changes were most of all bytes
-ID_BYTES = 32
-"""Length of a transfer's id, a `uuid4().hex`."""
+ID_BYTES = 32  # length of a transfer's id, a `uuid4().hex`
 
 _HEAD = struct.Struct("=IQ")  # length of a part's description, and of its bytes
-END = _HEAD.pack(0, 0)
-"""Ends a link that has brought all of its parts."""
+END = _HEAD.pack(0, 0)  # ends a link that has brought all of its parts
 
 
 class LinkError(WeightsError):
@@ -115,9 +114,12 @@ class Link:
 
     def receive(self, into: memoryview) -> None:
         """Waits until as many bytes have arrived as `into` has room for."""
+        # By default the kernel wakes the thread for every packet. To wake a core can take as long as to copy a packet.
         try:
             while len(into) > 0:
-                num_bytes = self._connection.recv_into(into, flags=socket.MSG_WAITALL)
+                piece = into[:_WAKE_BYTES]
+                self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(piece))
+                num_bytes = self._connection.recv_into(piece, flags=socket.MSG_WAITALL)
                 if num_bytes == 0:
                     raise LinkError("receiving weights: the other end has closed the link")
                 into = into[num_bytes:]
@@ -297,5 +299,4 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def memory_of(data: torch.Tensor) -> memoryview:
     """The memory of a tensor of bytes, which the result keeps alive."""
-    array: Any = data.numpy()
-    return memoryview(array)
+    return memoryview(cast(Any, data.numpy()))

@@ -327,8 +327,7 @@ class _Incoming:
                 end = self._ends.get(timeout=timeout_s)
             except Empty:
                 if len(self._receiving) < num_links:
-                    text = f"receiving weights: the other end did not connect within {timeout_s:g} s"
-                    raise LinkError(text) from None
+                    raise LinkError(f"receiving weights: no link was made within {timeout_s:g} s") from None
             else:
                 if isinstance(end, Exception):
                     raise end
