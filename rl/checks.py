@@ -20,11 +20,12 @@ _NUMBERS = {float: numbers.Real, int: numbers.Integral}  # NumPy's are such numb
 _WANTED: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number", types.NoneType: "None"}
 
 
-def check_types(config: Any) -> None:
+def check_types(config: Any, name: str = "") -> None:
     """Raises ValueError naming the first field of a dataclass whose value is not of the type that it declares."""
     for each in fields(config):
         if not is_of(value := getattr(config, each.name), each.type):
-            raise ValueError(f"{type(config).__name__}.{each.name} is {value!r:.200}; it must be {_wanted(each.type)}")
+            field = f"{name or type(config).__name__}.{each.name}"
+            raise ValueError(f"{field} is {value!r:.200}; it must be {_wanted(each.type)}")
 
 
 def is_of(value: object, hint: Any) -> bool:

@@ -68,5 +68,5 @@ def join_tokens(*parts: Sequence[int]) -> tuple[int, ...]:
     images: list[PlacedImage] = []
     for part in parts:
         images += [image.moved(len(tokens)) for image in images_of(part)]
-        tokens += part
+        tokens.extend(part)  # an array's too
     return TokensWithImages(tokens, images) if images else tuple(tokens)

@@ -6,7 +6,6 @@ All are frozen and picklable. Arrays are NumPy, because a pickled view of a torc
 Legend: T tokens of one sequence, N tokens of one completion, P tokens of one prompt.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -231,6 +230,7 @@ class Group:
 REPORTED_WEIGHT = float(np.finfo(np.float32).tiny)
 """The weight of a position whose log-prob is wanted and whose term of the loss is not: float32's smallest normal
 number. Smaller weights, which are lost in every sum, are treated alike."""
+_MOST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,14 +306,14 @@ class AdamParams:
         of_patterns = {f"learning_rate_multipliers[{p!r}]": x for p, x in self.learning_rate_multipliers.items()}
         sizes = {name: getattr(self, name) for name in ("learning_rate", "weight_decay", "grad_clip_norm")}
         for name, value in {**sizes, **of_patterns}.items():
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{kind}.{name} is {value}; it must be finite and at least 0")
+            if not 0 <= value <= _MOST:
+                raise ValueError(f"{kind}.{name} is {value}; it must be finite and at least 0, in float32")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ValueError(f"{kind}.{name} is {value}; it must be in [0, 1)")
-        if not (math.isfinite(self.eps) and self.eps > 0):
-            raise ValueError(f"{kind}.eps is {self.eps}; it must be finite and above 0")
+        if not REPORTED_WEIGHT <= self.eps <= _MOST:  # a smaller one is rounded to 0, by which 0 is then divided
+            raise ValueError(f"{kind}.eps is {self.eps}; it must be finite and above 0, in float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,7 +367,8 @@ class OptimStepOutput:
     grad_norm: float
     """Global norm of the gradient after `grad_scale` and before clipping. Not finite if the step was skipped."""
     skipped: bool
-    """Whether the gradient held a NaN or an infinity. It was then cleared, and nothing else changed."""
+    """Whether the gradient held a NaN, an infinity or, once clipped, numbers too large for moments in float32. It was
+    then cleared, and nothing else changed."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """`memory_peak_bytes_VERB_max` for `optim_step` and every verb called since the previous step: the peak memory of
     the rank that used most. On a GPU this counts tensors, on the CPU the whole process. `push_bytes_per_s` of the last

@@ -175,6 +175,8 @@ class TrainerConfig(LayoutConfig):
 
     def check_optimizer(self, params: AdamParams) -> None:
         """Raises ValueError if the engine cannot take a step of this kind."""
+        if not isinstance(params, AdamParams):  # pyright: ignore[reportUnnecessaryIsInstance] - unchecked callers
+            raise ValueError(f"optim_step was given {params!r:.100}; it takes AdamParams")
         if isinstance(params, MuonParams) and not find_engine(self.engine).takes_muon:
             able = ", ".join(name for name, entry in all_engines().items() if entry.takes_muon)
             raise ValueError(

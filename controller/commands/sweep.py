@@ -21,7 +21,7 @@ from controller.commands.command_line import FAILED, HELP
 from controller.commands.recipes import configuration, runnable_configuration
 from controller.commands.saved_recipe import RECIPE_FILE, saved_recipe
 from controller.commands.show import print_runs
-from controller.runs.folder import FINISHED, check_ended, complete_checkpoints, set_aside, state_of
+from controller.runs.folder import FINISHED, check_ended, complete_checkpoints, state_of
 
 _STOPPED = 128  # statuses above this are signals
 _LISTS = ("--hosts", "--log")  # options that take several values themselves
@@ -113,7 +113,7 @@ def _run(recipe: str, folder: Path, name: str, combination: Sequence[str]) -> in
     if complete_checkpoints(run / "checkpoints"):
         arguments = ["--resume", str(run)]
     else:
-        set_aside(run)
+        _set_aside(run)
         arguments = [recipe, *combination, "--runs", str(folder), "--name", name]
     process = subprocess.Popen([sys.executable, "-m", "controller.commands.cli", "run", *arguments])
     for number in (signal.SIGTERM, signal.SIGHUP):  # a job manager sends them to the sweep alone
@@ -128,3 +128,14 @@ def _run(recipe: str, folder: Path, name: str, combination: Sequence[str]) -> in
 def _print_table(folder: Path, names: Sequence[str]) -> None:
     print()
     print_runs([folder / name for name in names if (folder / name).is_dir()])
+
+
+def _set_aside(run: Path) -> None:
+    """Renames the folder of a run that cannot be resumed, so that its name is free. Does nothing if there is none.
+
+    Raises ValueError if the run has not ended.
+    """
+    check_ended(run)
+    if run.is_dir():
+        number = next(n for n in range(1, 1000) if not run.with_name(f"{run.name}.stopped-{n}").exists())  # a free name
+        run.rename(run.with_name(f"{run.name}.stopped-{number}"))

@@ -39,7 +39,7 @@ class RunFiles:
 
         Raises ValueError if there is something at `path` that ownloop did not write, and if a host cannot write.
         """
-        path = path.absolute()
+        path = Path(path).absolute()
         if not (apart := await self._hosts_apart(path.parent)):
             return path
         from trainer.engines.pytorch import checkpoint  # loads torch
@@ -64,7 +64,7 @@ class RunFiles:
         With `keep_last`, deletes older checkpoints beside it, as `TrainerHandle.save_checkpoint` says.
         Raises OSError if there is no room for it, and `HostLostError`.
         """
-        path = path.absolute()
+        path = Path(path).absolute()
         if (staging := self._collected.pop(path, None)) is None:
             return
         from trainer.engines.pytorch import checkpoint  # loads torch
@@ -103,7 +103,7 @@ class RunFiles:
     @asynccontextmanager
     async def to_read(self, path: Path) -> AsyncGenerator[list[Path]]:
         """Where each rank finds, while inside, what is at `path`. Raises OSError if a host has no room for it."""
-        path = path.absolute()
+        path = Path(path).absolute()
         apart = await self._hosts_apart(path.parent) if path.is_dir() else ()
         sent = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         per_host = self._num_ranks // max(len(self._hosts), 1)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from controller.handles.trainer_mesh import TrainerMesh
-from rl.data.batching import BatchPlan, merge_metrics
+from rl.checks import is_of
+from rl.data.batching import BatchPlan, checked_data, merge_metrics
 from rl.lora import LoRAConfig, check_adapter_name
 from rl.losses import get_loss
 from rl.protocols import Trainer
@@ -77,7 +78,9 @@ class TrainerHandle:
         not finite, a pattern of `learning_rate_multipliers` matches no parameter, or the engine has no such step.
         """
         self.config.check_optimizer(params)
-        outputs = await self._call("optim_step", params, grad_scale)
+        if not is_of(grad_scale, float):
+            raise ValueError(f"grad_scale is {grad_scale!r}; it must be a number")
+        outputs = await self._call("optim_step", params, float(grad_scale))
         metrics = merge_metrics([output.metrics for output in outputs])
         if self._push_bytes_per_s is not None:
             metrics["push_bytes_per_s"] = self._push_bytes_per_s
@@ -142,7 +145,7 @@ class TrainerHandle:
             await self.wait_for_checkpoint()
         there = await files.to_write(path)
         await self._call("save_checkpoint", there, asynchronous, keep_last, varies=True)
-        if there != path.absolute():
+        if there != Path(path).absolute():
             self._collecting = asyncio.create_task(files.collect(path, keep_last))
             if not asynchronous:
                 await self.wait_for_checkpoint()
@@ -246,11 +249,12 @@ class TrainerHandle:
     ) -> ForwardBackwardOutput:
         """Sends each data-parallel rank its local batch and `option`. A thread checks, plans and pickles the batch."""
         self._check_not_dropped()
-        trainer, batch, plans = self._trainer, tuple(batch), list[BatchPlan]()
+        trainer, batch, plans = self._trainer, checked_data(batch), list[BatchPlan]()
 
         def arguments() -> list[tuple[Any, ...]]:
-            ready = prepared(self._own_routes(batch))
-            plans.append(trainer.plan(ready, required_inputs))
+            own = self._own_routes(batch)
+            trainer.check(own, required_inputs)
+            plans.append(trainer.plan(ready := prepared(own)))
             return [(self.policy, local_batch, option) for local_batch in trainer.local_batches(plans[0], ready)]
 
         outputs = await self.mesh.call(verb, arguments, size=lambda: sum(len(datum.tokens) for datum in batch))

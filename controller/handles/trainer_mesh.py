@@ -120,8 +120,8 @@ class TrainerMesh:
         self.gpus.join("train", memory)
         return memory
 
-    def plan(self, batch: Sequence[Datum], required_inputs: Sequence[str]) -> BatchPlan:
-        """Checks a batch and splits it over data-parallel ranks and micro-batches."""
+    def check(self, batch: Sequence[Datum], required_inputs: Sequence[str]) -> None:
+        """Raises ValueError if this trainer cannot compute a batch."""
         validate_batch(
             batch,
             required_inputs=required_inputs,
@@ -132,6 +132,9 @@ class TrainerMesh:
         )
         if batch[0].routes is not None:
             self.config.check_routes()
+
+    def plan(self, batch: Sequence[Datum]) -> BatchPlan:
+        """Splits a batch over data-parallel ranks and micro-batches."""
         return plan_batch(
             batch,
             num_ranks=self.config.num_data_parallel_ranks,

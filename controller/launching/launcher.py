@@ -77,7 +77,7 @@ class Launcher:
         too.
         """
         self._root: Launcher = self if beside is None else beside._root
-        self._log_dir = log_dir
+        self._log_dir = Path(log_dir)
         self._hosts = hosts
         self._assignments = Assignments(None if beside is None else beside._assignments)
         self._starts: list[asyncio.Task[Any]] = []

@@ -338,17 +338,6 @@ def check_ended(run: Path) -> None:
         raise ValueError(f"{run} is running; wait for its end, or choose another --name")
 
 
-def set_aside(run: Path) -> None:
-    """Renames the folder of a run that cannot be resumed, so that its name is free. Does nothing if there is none.
-
-    Raises ValueError if the run has not ended.
-    """
-    check_ended(run)
-    if run.is_dir():
-        number = next(n for n in range(1, 1000) if not run.with_name(f"{run.name}.stopped-{n}").exists())  # a free name
-        run.rename(run.with_name(f"{run.name}.stopped-{number}"))
-
-
 def _begin(run: Path, now: datetime) -> datetime:
     """When the run began, which is `now` if no file says so; afterwards one does."""
     began = began_at(run) or now

@@ -3,19 +3,20 @@
 Also checks a batch before it is sent, and merges metrics of its parts. Pure functions of NumPy arrays.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.checks import check_types
 from rl.data.packing import PrefixGroup, group_by_prefix
 from rl.sampling import routes_fault
-from rl.types import Datum
+from rl.types import REPORTED_WEIGHT, Datum
 
 Result = TypeVar("Result")
+_MAX_FLOAT32 = np.float64(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,19 @@ def _pack(sizes: Sequence[int], shard: Sequence[int], budget: int) -> list[tuple
         num_bins += 1
 
 
+def checked_data(batch: Iterable[Datum]) -> tuple[Datum, ...]:
+    """The data of a batch. Raises ValueError, naming what is there instead, unless it is one Datum or several."""
+    if isinstance(batch, Datum) or not isinstance(batch, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"batch is a {type(batch).__name__}; it must be a sequence of Datums")
+    data = tuple(batch)
+    for i, datum in enumerate(data):
+        if not isinstance(datum, Datum):  # pyright: ignore[reportUnnecessaryIsInstance] - unchecked callers
+            raise ValueError(f"batch[{i}] is a {type(datum).__name__}; it must be a Datum")
+    if not data:
+        raise ValueError("batch is empty; it must hold at least one Datum")
+    return data
+
+
 def validate_batch(
     batch: Sequence[Datum],
     *,
@@ -126,11 +140,9 @@ def validate_batch(
     `required_inputs` names the loss inputs that the loss needs besides `target_tokens`. `experts` is as in
     `rl.sampling.routes_fault`; None refuses routes.
     """
-    if len(batch) == 0:
-        raise ValueError("batch is empty; it must hold at least one Datum")
-    names = batch[0].loss_inputs.keys()
-    for i, datum in enumerate(batch):
+    for i, datum in enumerate(checked_data(batch)):
         _check_array(f"batch[{i}].tokens", datum.tokens, integer=True)
+        check_types(datum, f"batch[{i}]")
         if not 1 <= len(datum.tokens) <= max_seq_len:
             raise ValueError(
                 f"batch[{i}].tokens has length {len(datum.tokens)}; the model takes between 1 and {max_seq_len} tokens"
@@ -142,7 +154,7 @@ def validate_batch(
         for name in ("target_tokens", *required_inputs):
             if name not in datum.loss_inputs:
                 raise ValueError(f"batch[{i}].loss_inputs lacks {name!r}; it has {sorted(datum.loss_inputs)}")
-        if datum.loss_inputs.keys() != names:
+        if datum.loss_inputs.keys() != (names := batch[0].loss_inputs.keys()):
             raise ValueError(
                 f"batch[{i}].loss_inputs has {sorted(datum.loss_inputs)}; batch[0].loss_inputs has {sorted(names)}, "
                 "and all datums of a batch must have the same"
@@ -153,7 +165,7 @@ def validate_batch(
             if len(array) != len(datum.tokens):
                 raise ValueError(f"{field} has length {len(array)}; batch[{i}].tokens has length {len(datum.tokens)}")
         _check_token_ids(f"batch[{i}].loss_inputs['target_tokens']", datum.loss_inputs["target_tokens"], vocab_size)
-        if not (math.isfinite(datum.temperature) and datum.temperature > 0):
+        if not REPORTED_WEIGHT <= datum.temperature <= _MAX_FLOAT32:
             raise ValueError(f"batch[{i}].temperature is {datum.temperature}; it must be finite and above 0")
         if datum.kept is not None and (fault := datum.kept.fault(datum.loss_inputs["target_tokens"], vocab_size)):
             raise ValueError(f"batch[{i}].kept {fault}")
@@ -172,18 +184,17 @@ def _check_routes(name: str, datum: Datum, first: Datum, experts: tuple[int, int
 
 
 def _check_array(field: str, array: NDArray[Any], *, integer: bool) -> None:
-    if not isinstance(array, np.ndarray) or array.ndim != 1:  # pyright: ignore[reportUnnecessaryIsInstance] - unchecked callers
+    if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray) or array.ndim != 1:  # pyright: ignore[reportUnnecessaryIsInstance] - unchecked callers
         shape = getattr(array, "shape", None)
         raise ValueError(
             f"{field} is a {type(array).__name__} of shape {shape}; a NumPy array of one dimension is expected"
         )
     if integer and array.dtype != np.int64:
         raise ValueError(f"{field} has dtype {array.dtype}; int64 is expected")
-    if array.dtype.kind not in "fiub":
-        raise ValueError(f"{field} has dtype {array.dtype}; numbers are expected")
-    if not np.isfinite(array).all():
-        first = int(np.flatnonzero(~np.isfinite(array))[0])
-        raise ValueError(f"{field}[{first}] is {array[first]}; every value must be finite")
+    if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:  # torch has no float of 128 bits
+        raise ValueError(f"{field} has dtype {array.dtype}; numbers of at most 64 bits are expected")
+    if len(outside := np.flatnonzero(~(np.abs(array) <= _MAX_FLOAT32))):
+        raise ValueError(f"{field}[{outside[0]}] is {array[outside[0]]}; every value must be finite, in float32")
 
 
 def _check_places(field: str, datum: Datum) -> None:

@@ -97,18 +97,33 @@ class Loss:
         if self.takes:
             loss, metrics = self.shared.apply(function, scores, entropy, inputs)
         else:
-            loss, metrics = function(scores, entropy, inputs)
+            loss, metrics = self._checked(function(scores, entropy, inputs), scores)
         if observed is not None:
             loss, metrics = loss + self.shared.observation_coef * observed, {**metrics, "observation_loss": observed}
         if reserved := sorted(RESERVED_METRICS & metrics.keys()):
             raise ValueError(
                 f"loss {self.name!r} returned a metric {reserved[0]!r}, which the trainer reports; rename it"
             )
-        if loss.ndim != 0:
-            raise ValueError(
-                f"loss {self.name!r} returned a tensor of shape {tuple(loss.shape)}; it must be a scalar sum"
-            )
         return loss, {name: value.detach() for name, value in metrics.items()}
+
+    def _checked(self, result: Any, scores: Tensor) -> tuple[Tensor, Metrics]:
+        """What a function returned, numbers among its metrics as tensors. Raises ValueError if it is something else."""
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+            raise ValueError(f"loss {self.name!r} returned a {type(result).__name__}; it must be (loss, metrics)")
+        loss, metrics = (
+            result[0],
+            {name: scores.new_tensor(x) if is_of(x, float) else x for name, x in result[1].items()},
+        )
+        for name, value in [("", loss), *metrics.items()]:
+            if not hasattr(value, "detach") or value.ndim != 0:
+                shape = f"tensor of shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
+                what = f" as metric {name!r}" if name else ""
+                raise ValueError(f"loss {self.name!r} returned a {shape}{what}; it must be a scalar sum")
+        if scores.requires_grad and not loss.requires_grad:
+            raise ValueError(
+                f"loss {self.name!r} does not depend on the scores; return (0 * scores).sum() where it is 0"
+            )
+        return loss, metrics
 
     def check_inputs(self, given: Collection[str]) -> None:
         """Raises ValueError if the loss needs an input that is not among those given, saying which option asks for it.
@@ -203,7 +218,9 @@ def get_loss(loss: str | Callable[..., Any] | Loss, config: Mapping[str, Any] | 
         found = known[loss]
     else:
         found = custom_loss(loss)
-    return found.with_options(config or {})
+    if not isinstance(config or {}, Mapping):
+        raise ValueError(f"loss_config is {config!r}; it must be a mapping from names of options to values")
+    return found.with_options({str(name): value for name, value in (config or {}).items()})
 
 
 def custom_loss(function: str | LossFunction) -> Loss:
@@ -214,6 +231,8 @@ def custom_loss(function: str | LossFunction) -> Loss:
     """
     if isinstance(function, str):
         module_name, _, attribute = function.partition(":")
+        if not module_name or not attribute:
+            raise ValueError(f"loss is {function!r}; it must be a name, 'module:function' or a function")
         see_working_directory()
         with errors_of_user_code(f"loss {module_name}:{attribute} cannot be imported"):
             function = getattr(importlib.import_module(module_name), attribute)
@@ -287,7 +306,10 @@ def _check_type(loss: Loss, name: str, value: object) -> None:
 
 
 def _check_thresholds(options: Mapping[str, Any]) -> None:
-    """Raises ValueError if the clip thresholds are in the wrong order."""
+    """Raises ValueError if the clip thresholds are in the wrong order, or a temperature is 0."""
+    for name, value in options.items():
+        if name.endswith("_temperature") and value == 0:
+            raise ValueError(f"loss_config[{name!r}] is {value}; it must be above 0")
     low, high = options.get("clip_low_threshold"), options.get("clip_high_threshold")
     dual = options.get("dual_clip_threshold", 0)
     if low is not None and high is not None and low > high:

@@ -75,8 +75,8 @@ def dro(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, *, beta: f
     The quadratic term, instead of a clip, keeps the policy near the generator's.
     """
     del entropy
-    log_ratio = logprobs - inputs["logprobs"]
-    return -(inputs.weights * (logprobs * inputs["advantages"] - 0.5 * beta * log_ratio**2)).sum(), {}
+    p = logprobs.double()  # float32 does not hold the squares of large numbers
+    return -(inputs.weights * (p * inputs["advantages"] - 0.5 * beta * (p - inputs["logprobs"]) ** 2)).sum(), {}
 
 
 def gspo(
@@ -125,7 +125,7 @@ def value(
     moving more than `clip_range` towards the returns in one step. 0 switches clipping off.
     """
     del entropy
-    returns, old_values = inputs["returns"], inputs["old_values"]
+    values, returns, old_values = values.double(), inputs["returns"], inputs["old_values"]
     error = (values - returns) ** 2
     metrics = {"squared_error": error.sum()}
     if clip_range > 0:

@@ -90,7 +90,7 @@ def sapo(
     """
     del entropy
     ratio, advantages = bounded_exp(logprobs.double() - inputs["logprobs"]), inputs["advantages"]
-    temperature = (advantages > 0).double() * (positive_temperature - negative_temperature) + negative_temperature
+    temperature = ratio.new_full(ratio.shape, negative_temperature).masked_fill(advantages > 0, positive_temperature)
     gate = 4 / temperature * (temperature * (ratio - 1)).sigmoid()
     return -(inputs.weights * gate * advantages).sum(), {}
 
@@ -136,10 +136,11 @@ def vespo(
     advantages = inputs["advantages"]
     log_ratio = logprobs.detach().double() - inputs["logprobs"]
     of_sequence = inputs.sum_per_datum(log_ratio)[inputs.datum_index]
-    positive = (advantages > 0).double()
-    power = negative_power + positive * (positive_power - negative_power)
-    decay = negative_decay + positive * (positive_decay - negative_decay)
-    weight = (power * of_sequence + decay * (1 - bounded_exp(of_sequence))).exp()
+    negative, positive = (
+        bounded_exp(power * of_sequence + decay * (1 - bounded_exp(of_sequence)))
+        for power, decay in ((negative_power, negative_decay), (positive_power, positive_decay))
+    )
+    weight = positive.where(advantages > 0, negative)
     return -(inputs.weights * weight * logprobs * advantages).sum(), {"sequence_weight": weight.sum()}
 
 

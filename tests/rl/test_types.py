@@ -57,6 +57,12 @@ def test_weights_are_one_where_none_are_given() -> None:
         (AdamParams, {"learning_rate": 1, "weight_decay": -1}, r"weight_decay is -1"),
         (AdamParams, {"learning_rate": 1, "beta1": 1.0}, r"beta1 is 1.0; it must be in \[0, 1\)"),
         (AdamParams, {"learning_rate": 1, "eps": 0}, r"eps is 0; it must be finite and above 0"),
+        (AdamParams, {"learning_rate": 1, "eps": 1e-50}, r"eps is 1e-50; it must be finite and above 0, in float32"),
+        (
+            AdamParams,
+            {"learning_rate": 1e300},
+            r"learning_rate is 1e\+300; it must be finite and at least 0, in float32",
+        ),
         (AdamParams, {"learning_rate": 1, "learning_rate_multipliers": {"*": -1}}, r"multipliers\['\*'\] is -1"),
         # Wrong types, which a comparison would take, or name in Python's words
         (AdamParams, {"learning_rate": "1e-5"}, r"AdamParams.learning_rate is '1e-5'; it must be a number"),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.runs.folder import CONFIG_FILE, HOST_FILE, METRICS, ROLLOUTS, RunFolder, state_of
-from controller.runs.metric_rows import thinned_metrics
+from controller.runs.report.plot import thinned_metrics
 from controller.runs.report.samples import (
     Decode,
     TokenSamples,

@@ -5,6 +5,7 @@ matplotlib is loaded with the first drawing: a mistake in a recipe should not ha
 
 import math
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from controller.runs.comparison import t_quantile
 from controller.runs.folder import RunFolder
-from controller.runs.metric_rows import thinned_metrics
+from controller.runs.metric_rows import Row, metric_rows
 from rl.system.disk import RecordingError
 from rl.system.hardware import hand_back_garbage
 from rl.types import Datum, ForwardBackwardOutput
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _TRAIN = "#4477aa"  # from Paul Tol's "bright" scheme, which is safe for colour-blind readers
 _EVAL = "#cc3311"
+_LAST = 100
 
 
 class CurveDrawer:
@@ -196,3 +198,46 @@ def _draw_runs(axes: "Axes", label: str, runs: Sequence[Sequence[Mapping[str, fl
     reach = t_quantile(0.975, len(evaluated) - 1) * rewards.std(axis=0, ddof=1) / np.sqrt(len(evaluated))
     axes.fill_between(steps, mean - reach, mean + reach, color=colour, alpha=0.15, linewidth=0)
     axes.plot(steps, mean, "s-", color=colour, linewidth=2.0, markersize=4, label=label, zorder=9)
+
+
+def thinned_metrics(file: Path, num_kept: int = 1000) -> list[Row]:
+    """Rows of the whole run, in order, in memory that does not grow with the run.
+
+    These are the last 100 rows, and `num_kept` to twice as many of each of three kinds: steps, steps with something to
+    warn of (not finite, skipped, or failures of the environment) and evaluations. Of a kind with more, every second,
+    fourth, eighth ... is kept.
+    """
+    kinds = {kind: _Thinned(2 * num_kept) for kind in ("step", "warned", "evaluation")}  # twice: thinning halves them
+    last: deque[tuple[int, Row]] = deque(maxlen=_LAST)
+    for numbered in enumerate(metric_rows(file)):
+        kinds[_kind(numbered[1])].add(numbered)
+        last.append(numbered)
+    by_number = dict(last)
+    for kind in kinds.values():
+        by_number |= kind.rows  # the last rows are always there, at full density
+    return [by_number[number] for number in sorted(by_number)]
+
+
+class _Thinned:
+    """Rows of one kind by their numbers, at equal distances, the first among them."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.rows: dict[int, Row] = {}
+        self._max_rows = max_rows
+        self._num_added = 0
+        self._stride = 1
+
+    def add(self, numbered: tuple[int, Row]) -> None:
+        if self._num_added % self._stride == 0:  # every `_stride`-th
+            self.rows[numbered[0]] = numbered[1]
+            if len(self.rows) > self._max_rows:
+                self.rows = dict([*self.rows.items()][::2])  # every other one goes
+                self._stride *= 2
+        self._num_added += 1
+
+
+def _kind(row: Row) -> str:
+    if "seconds_step" not in row:
+        return "evaluation"
+    warned = row.get("skipped") or not math.isfinite(row.get("loss", 0.0)) or row.get("env_failures")
+    return "warned" if warned else "step"

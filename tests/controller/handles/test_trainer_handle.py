@@ -9,7 +9,7 @@ import threading
 from collections import UserDict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -177,9 +177,18 @@ def test_an_invalid_batch_is_refused_before_any_rank_is_called(tmp_path: Path) -
         (second_with("target_tokens", [1, 2], "int32"), second + r"\['target_tokens'\] has dtype int32"),
         (second_with("advantages", ["a", "b"], "str"), second + r"\['advantages'\] has dtype <U1"),
         (random_batch((129,)), "between 1 and 128 tokens"),
+        (batch[0], "batch is a Datum; it must be a sequence of Datums"),
+        ([batch[0], None], r"batch\[1\] is a NoneType"),
+    ):
+        for loss in ("ppo", "kl_cov"):  # kl_cov reads the whole batch first
+            with pytest.raises(ValueError, match=message):
+                asyncio.run(handle.forward_backward(cast("Any", data), loss))
+    for params, scale, message in (
+        (None, 1.0, "optim_step was given None; it takes AdamParams"),
+        (AdamParams(learning_rate=1.0), "1", "grad_scale is '1'; it must be a number"),
     ):
         with pytest.raises(ValueError, match=message):
-            asyncio.run(handle.forward_backward(data, "ppo"))
+            asyncio.run(handle.optim_step(cast("Any", params), cast("Any", scale)))
     assert mesh.num_calls == 0
 
 

@@ -1,6 +1,6 @@
 """Rows of a run's metrics: all of them, and as many as a report of a long run needs.
 
-Covers: controller/runs/metric_rows.py
+Covers: controller/runs/metric_rows.py, controller/runs/report/plot.py
 """
 
 import itertools
@@ -9,7 +9,8 @@ import tracemalloc
 from pathlib import Path
 
 from controller.runs.folder import read_metrics
-from controller.runs.metric_rows import SCHEMA_VERSION, thinned_metrics
+from controller.runs.metric_rows import SCHEMA_VERSION
+from controller.runs.report.plot import thinned_metrics
 
 
 def _write(file: Path, num_steps: int) -> None:

@@ -1,13 +1,14 @@
 """Covers: rl/data/batching.py, rl/data/packing.py"""
 
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.data.batching import merge_metrics, plan_batch, validate_batch
+from rl.data.batching import checked_data, merge_metrics, plan_batch, validate_batch
 from rl.data.packing import pack_row
 from rl.sampling import KeptSets
 from rl.types import Datum
@@ -82,6 +83,10 @@ def _valid() -> Datum:
     )
 
 
+def _with(name: str, values: Any) -> Datum:
+    return replace(_valid(), loss_inputs={**_valid().loss_inputs, name: values})
+
+
 @pytest.mark.parametrize(
     ("datum", "message"),
     [
@@ -111,6 +116,16 @@ def _valid() -> Datum:
         (replace(_valid(), kept=KeptSets.whole(2)), r"batch\[1\].kept has 2 sets; there are 3 tokens"),
         (replace(_valid(), routes=np.zeros((3, 1, 1), np.uint8)), r"batch\[1\] and batch\[0\] differ in having routes"),
         (replace(_valid(), temperature=0.0), r"batch\[1\].temperature is 0.0; it must be finite and above 0"),
+        (replace(_valid(), temperature=1e300), r"batch\[1\].temperature is 1e\+300; it must be finite and above 0"),
+        (replace(_valid(), temperature=cast("float", "1")), r"batch\[1\].temperature is '1'; it must be a number"),
+        (replace(_valid(), loss_inputs=cast("Any", [1])), r"batch\[1\].loss_inputs is \[1\]; it must be a Mapping"),
+        (replace(_valid(), kept=cast("Any", [1])), r"batch\[1\].kept is \[1\]; it must be a KeptSets or None"),
+        (
+            _with("logprobs", np.array([0, 1e300, 0])),
+            r"\['logprobs'\]\[1\] is 1e\+300; every value must be finite, in fl",
+        ),
+        (_with("logprobs", np.zeros(3, np.longdouble)), r"has dtype float128; numbers of at most 64 bits are expected"),
+        (_with("logprobs", np.ma.masked_array(np.zeros(3), [0, 1, 0])), r"\['logprobs'\] is a MaskedArray of shape"),
     ],
 )
 def test_mistakes_name_the_datum_and_the_field(datum: Datum, message: str) -> None:
@@ -125,6 +140,27 @@ def test_routes_that_no_layer_can_take_are_named(experts: tuple[int, int, int] |
     batch = [replace(_valid(), routes=np.ones((3, 1, 2), np.uint8))]
     with pytest.raises(ValueError, match=rf"batch\[0\]\.routes .*{message}"):
         validate_batch(batch, vocab_size=50, max_seq_len=32, experts=experts)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", ">f4", "int8", "uint64", "bool"])
+def test_numbers_may_have_any_dtype(dtype: str) -> None:
+    validate_batch([_with("logprobs", np.ones(3, dtype))], vocab_size=50, max_seq_len=32)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (_valid(), "batch is a Datum; it must be a sequence of Datums"),
+        (None, "batch is a NoneType; it must be"),
+        ([_valid(), None], r"batch\[1\] is a NoneType; it must be a Datum"),
+        ([{"tokens": [1]}], r"batch\[0\] is a dict; it must be a Datum"),
+        ("ab", r"batch\[0\] is a str; it must be a Datum"),
+        ([], "batch is empty"),
+    ],
+)
+def test_a_batch_holds_datums_only(batch: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        checked_data(batch)
 
 
 def test_a_valid_batch_passes_and_an_empty_one_does_not() -> None:

@@ -226,6 +226,28 @@ def test_a_loss_that_is_not_a_sum_is_refused() -> None:
         get_loss(per_token)(torch.tensor(p), None, inputs)
 
 
+@pytest.mark.parametrize(
+    ("name", "inputs", "score", "expected"),
+    [
+        ("dro", {"logprobs": -1e25, "advantages": 0.0}, -1.0, (0.025 * 1e50, 0.05 * 1e25)),
+        ("dro", {"logprobs": -1.0, "advantages": 2.0}, -1e25, (2e25 + 0.025 * 1e50, -2 - 0.05 * 1e25)),
+        ("value", {"old_values": 0.0, "returns": -1e25}, 1e25, (2e50, 2e25)),
+    ],
+)
+def test_squares_may_be_too_large_for_float32(
+    name: str, inputs: dict[str, float], score: float, expected: tuple[float, float]
+) -> None:
+    arrays = {key: torch.tensor([value]) for key, value in {**inputs, "weights": 1.0, "target_tokens": 0.0}.items()}
+    scores = torch.tensor([score], requires_grad=True)
+    loss, metrics = get_loss(name)(
+        scores, None, LossInputs(arrays=arrays, datum_index=torch.zeros(1).long(), num_datums=1)
+    )
+    loss.backward()
+    assert scores.grad is not None
+    assert (loss.item(), scores.grad.item()) == pytest.approx(expected, rel=1e-6)
+    assert all(value.isfinite() for value in metrics.values())
+
+
 def test_a_metric_with_a_name_of_the_trainers_is_refused() -> None:
     p, inputs = random_case()
 

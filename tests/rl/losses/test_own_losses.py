@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rl.losses import LossInputs, get_loss
+from tests.rl.losses.cases import random_case
 
 
 @pytest.mark.stranger("B3")
@@ -73,3 +74,29 @@ def test_a_mistake_in_a_users_module_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sys, "path", [*sys.path, ""])
     with pytest.raises(ValueError, match=r"loss broken_losses:f cannot be imported: .*broken_losses.py, line 1"):
         get_loss("broken_losses:f")
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, r"returned a NoneType; it must be \(loss, metrics\)"),
+        (torch.zeros(()), r"returned a Tensor; it must be \(loss, metrics\)"),
+        ((torch.zeros(()), None), r"returned a tuple; it must be \(loss, metrics\)"),
+        ((1.0, {}), "returned a float; it must be a scalar sum"),
+        ((torch.zeros(()), {"far": torch.zeros(3)}), r"tensor of shape \(3,\) as metric 'far'; it must be a scalar"),
+        ((torch.zeros(()), {"far": "1"}), "returned a str as metric 'far'; it must be a scalar"),
+        ((torch.zeros(()), {}), "does not depend on the scores"),
+    ],
+)
+def test_what_a_function_returns_is_checked(result: Any, message: str) -> None:
+    p, inputs = random_case()
+    with pytest.raises(ValueError, match=f"loss '<lambda>' .*{message}"):
+        get_loss(lambda _scores, _entropy, _inputs: result)(torch.tensor(p, requires_grad=True), None, inputs)
+
+
+def test_a_metric_may_be_a_number() -> None:
+    p, inputs = random_case()
+    scores = torch.tensor(p, requires_grad=True)
+    loss, metrics = get_loss(lambda scores, _e, _i: ((0 * scores).sum(), {"half": 0.5, "two": 2}))(scores, None, inputs)
+    loss.backward()
+    assert {name: value.item() for name, value in metrics.items()} == {"half": 0.5, "two": 2}

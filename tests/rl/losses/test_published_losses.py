@@ -178,6 +178,50 @@ def test_loss_is_a_sum_over_datums(name: str) -> None:
     assert whole == pytest.approx(sum(alone), rel=1e-9)
 
 
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("power", [0.0, 3.0, 1e30])
+@pytest.mark.parametrize("decay", [0.0, 3.0, 1e30])
+@pytest.mark.parametrize("difference", [-3e38, -1.0, 0.0, 1.0, 1e4, 3e38])
+def test_the_weight_of_vespo_is_bounded(difference: float, decay: float, power: float, advantage: float) -> None:
+    options = {
+        f"{sign}_{name}": x for sign in ("positive", "negative") for name, x in (("power", power), ("decay", decay))
+    }
+    arrays = {"logprobs": min(difference, 0.0) - difference, "advantages": advantage, "weights": 1.0}
+    p = torch.tensor([min(difference, 0.0)], requires_grad=True)
+    inputs = LossInputs(
+        arrays={name: torch.tensor([x]) for name, x in arrays.items()}, datum_index=torch.zeros(1).long(), num_datums=1
+    )
+    loss, _ = get_loss("vespo", options)(p, None, inputs)
+    loss.backward()
+    with np.errstate(over="ignore"):
+        ratio = min(np.exp(np.longdouble(difference)), np.longdouble(np.finfo(np.float32).max))
+        exponent = np.longdouble(power) * np.longdouble(difference) + np.longdouble(decay) * (1 - ratio)
+    weight = np.exp(min(exponent, np.log(np.longdouble(np.finfo(np.float32).max))))
+    assert p.grad is not None
+    assert p.grad.item() == pytest.approx(-advantage * float(weight), rel=1e-6)
+
+
+@pytest.mark.parametrize(("advantage", "temperature"), [(1.0, 1e-3), (-1.0, 1e30)])
+def test_temperatures_of_sapo_do_not_mix(advantage: float, temperature: float) -> None:
+    arrays = {"logprobs": -1.0, "advantages": advantage, "weights": 1.0}
+    inputs = LossInputs(
+        arrays={name: torch.tensor([x]) for name, x in arrays.items()}, datum_index=torch.zeros(1).long(), num_datums=1
+    )
+    p = torch.tensor([-1.0], requires_grad=True)
+    options = {"positive_temperature": 1e-3, "negative_temperature": 1e30}
+    loss, _ = get_loss("sapo", options)(p, None, inputs)
+    loss.backward()  # at r = 1 the gate is 2 / t, and its slope 1
+    assert loss.item() == pytest.approx(-advantage * 2 / temperature)
+    assert p.grad is not None
+    assert p.grad.item() == pytest.approx(-advantage)
+
+
+@pytest.mark.parametrize("name", ["positive_temperature", "negative_temperature"])
+def test_a_temperature_of_0_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"loss_config\['{name}'\] is 0; it must be above 0"):
+        get_loss("sapo", {name: 0})
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_difference_of_log_probs_makes_a_nan(name: str) -> None:
     for difference in (-1000.0, -100.0, -1.0, 0.0, 1.0, 88.7, 100.0, 1000.0):

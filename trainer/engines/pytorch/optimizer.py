@@ -33,6 +33,9 @@ _OUTER = ("embed_tokens", "lm_head", "score")
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of x, x^3 and x^5 for the singular values, from the page cited above."""
 _SMALLEST_NORM = 1e-7
+_LARGEST_NORM = 1e19
+"""Of a clipped gradient. The square of a larger number overflows float32, and its parameter would never move again."""
+_LARGEST_FACTOR = torch.finfo(torch.float32).max
 _MAX_BETA2 = 0.99  # in bfloat16, smaller changes of the second moment than this leaves are rounded away
 
 
@@ -79,21 +82,21 @@ class Optimizer:
                 )
 
     def step(self, params: AdamParams, grad_scale: float, *, fetch_to: torch.device | None = None) -> float:
-        """Scales, clips and applies the gradient if it is finite. Returns its norm after scaling, before clipping.
+        """Scales, clips and applies the gradient. Returns its norm after scaling, before clipping.
 
+        If it is not finite, or too large for moments in float32, nothing is applied, and NaN or infinity is returned.
         With `fetch_to`, moments are on the host: a few parameters' moments at a time are brought to this device,
         updated and sent back. So are moments that are not in float32.
         """
         grads = [p.grad for p in self._parameters.values() if p.grad is not None]
         norm = abs(grad_scale) * math.sqrt(_square_sum(grads, self._replicas))
-        if not math.isfinite(norm):
-            return norm
+        clip = min(1.0, params.grad_clip_norm / (norm + 1e-6)) if params.grad_clip_norm > 0 else 1.0
+        factor = grad_scale * clip
+        if not norm * clip <= _LARGEST_NORM or abs(factor) > _LARGEST_FACTOR:
+            return norm + math.inf  # NaN stays NaN
         in_place = fetch_to is None and self._dtype == torch.float32
         if in_place:
             self.state()  # a first step that has too little memory for its moments leaves the gradient as it was
-        factor = grad_scale
-        if params.grad_clip_norm > 0:
-            factor *= min(1.0, params.grad_clip_norm / (norm + 1e-6))
         if factor != 1.0:
             for grad in grads:
                 grad.mul_(factor)
