@@ -56,7 +56,11 @@ GPUS: Mapping[str, GPU] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """The share of each rate that is assumed to be reached."""
+    """The share of each rate that is assumed to be reached, and what processors of hosts take, which no rate shortens.
+
+    The latter are of GRPO of a model of 135M parameters on an H100 and 16 cores (benchmarks/RESULTS-gpu.md): small
+    models spend most of their time there.
+    """
 
     train: float = 0.40
     """Of the matrix rate, in forward and backward passes: the bar of `make gpu-check`."""
@@ -67,3 +71,9 @@ class Efficiency:
     """What a sampled token takes beside reading memory."""
     copies: float = 0.60
     """Of links, for weights on their way."""
+    completion_overhead_s: float = 0.0011
+    """What a replica's engine and the controller take for each completion, from the prompt to its record."""
+    datum_overhead_s: float = 0.00025
+    """What a data-parallel rank and the controller take for each datum to train on."""
+    call_overhead_s: float = 0.03
+    """What an optimizer step takes at least, and so do a push and a pull together."""

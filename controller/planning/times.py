@@ -1,4 +1,4 @@
-"""Seconds of a step and of its phases: operations and bytes over rates, at the efficiencies that `gpus.py` states."""
+"""Seconds of a step and of its phases: operations and bytes over rates, and overheads, which `gpus.py` states."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def step_time(
     phases = {
         "generate": generate_seconds(model, generator, work, gpu, efficiency),
         "train": train_seconds(model, trainer, work, gpu, efficiency),
-        "optimizer": _optimizer_seconds(model, trainer, gpu),
+        "optimizer": _optimizer_seconds(model, trainer, gpu) + efficiency.call_overhead_s,
         **_sync_seconds(model, trainer, generator, gpu, efficiency),
     }
     if generator.placement == "colocated":
@@ -89,10 +89,11 @@ def operations(model: ModelSize, trainer: TrainerConfig, work: Work) -> float:
 
 
 def train_seconds(model: ModelSize, trainer: TrainerConfig, work: Work, gpu: GPU, efficiency: Efficiency) -> float:
-    """Forward and backward passes. A pipeline idles while it fills: (stages - 1) of its rows."""
+    """Forward and backward passes, and the overhead of datums. A pipeline idles for (stages - 1) of its rows."""
     seconds = operations(model, trainer, work) / (trainer.num_ranks * gpu.operations * efficiency.train)
     rows = work.num_rows(trainer)
-    return seconds * (rows + trainer.pipeline_parallel - 1) / rows
+    overhead = work.num_sequences * efficiency.datum_overhead_s / trainer.num_data_parallel_ranks
+    return seconds * (rows + trainer.pipeline_parallel - 1) / rows + overhead
 
 
 def _optimizer_seconds(model: ModelSize, trainer: TrainerConfig, gpu: GPU) -> float:
@@ -125,7 +126,8 @@ def generate_seconds(
     prompts = (
         work.num_prompts * work.prompt_tokens * 2.0 * model.active / generator.num_replicas / generator.tensor_parallel
     )
-    return num_waves * work.completion_tokens * token + prompts / (gpu.operations * efficiency.prefill)
+    seconds = num_waves * work.completion_tokens * token + prompts / (gpu.operations * efficiency.prefill)
+    return seconds + per_replica * efficiency.completion_overhead_s
 
 
 def _sync_seconds(
@@ -138,4 +140,5 @@ def _sync_seconds(
     one_host = trainer.num_ranks + generator.num_replicas * generator.tensor_parallel <= 8
     link = (gpu.nvlink_rate if one_host else gpu.network_rate) * efficiency.copies
     push = numel * (_FLOAT32 + _BF16) / trainer.num_ranks / gpu.memory_rate
-    return {"push": push, "pull": numel * _BF16 / generator.tensor_parallel / link}
+    pull = numel * _BF16 / generator.tensor_parallel / link
+    return {"push": push + efficiency.call_overhead_s / 2, "pull": pull + efficiency.call_overhead_s / 2}

@@ -19,7 +19,7 @@ from controller.planning.memory import cache_bytes_per_token, generator_memory, 
 from controller.planning.plan_command import memory_lines
 from controller.planning.search import find_layouts
 from controller.planning.sizes import ModelSize
-from controller.planning.times import Work, operations
+from controller.planning.times import Work, operations, step_time
 from generator.config import GeneratorConfig
 from rl.data.packing import ModelFlops, pack_row
 from rl.lora import LoRAConfig
@@ -202,6 +202,15 @@ def test_layouts_are_ranked_and_fit(tmp_path: Path) -> None:
     assert all(each.num_gpus <= 16 for each in found)
     assert all(trainer_memory(size_of(folder), each.trainer, H100).fits for each in found)
     assert all(generator_memory(size_of(folder), each.generator, H100).fits for each in found)
+
+
+@pytest.mark.parametrize(("num_prompts", "measured"), [(64, (1.6, 2.1)), (32, (1.05, 1.05))])
+def test_time_is_what_an_h100_took(num_prompts: int, measured: tuple[float, float], smollm2: Path) -> None:
+    """The runs of SmolLM2-135M in benchmarks/RESULTS-gpu.md, of 16 completions of at most 12 tokens each."""
+    work = Work(num_prompts=num_prompts, group_size=16, prompt_tokens=16, completion_tokens=12)
+    trainer, generator = TrainerConfig(model=smollm2), GeneratorConfig(model=smollm2, max_num_seqs=512)
+    computed = step_time(size_of(smollm2), trainer, generator, work, H100, Efficiency()).step
+    assert 0.75 * measured[0] <= computed <= 1.25 * measured[1]
 
 
 def test_no_size_is_negative(tmp_path: Path) -> None:
