@@ -172,8 +172,8 @@ def _time_lines(
     yield (
         f"assumed: {efficiency.train:.0%} of the matrix rate in training, {efficiency.prefill:.0%} for prompts,"
         f" {efficiency.decode:.0%} of the memory's rate and {1e3 * efficiency.decode_overhead_s:.0f} ms for a sampled"
-        f" token, {efficiency.copies:.0%} of links; for a completion {1e3 * efficiency.completion_overhead_s:.1f} ms of a"
-        f" replica's processor, and {1e3 * efficiency.datum_overhead_s:.2f} ms of a trainer's"
+        f" token, {efficiency.copies:.0%} of links; for a completion {1e3 * efficiency.completion_overhead_s:.1f} ms of"
+        f" a replica's processor, and {1e3 * efficiency.datum_overhead_s:.2f} ms of a trainer's"
     )
 
 
