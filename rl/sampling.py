@@ -3,7 +3,6 @@
 The log-prob of a token is that among its kept words. Legend: N tokens, K kept words of all of them together.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,7 +28,7 @@ class SamplingParams:
     max_tokens: int
     """The largest number of tokens to sample, at least 1."""
     temperature: float = 1.0
-    """0 samples greedily."""
+    """0 samples greedily. Else from 0.01 to 2: vLLM refuses a higher one, and takes 0.01 for a lower one."""
     top_p: float = 1.0
     """Samples from the most probable tokens whose probabilities add up to at least this value; 1 keeps all tokens."""
     top_k: int = -1
@@ -56,7 +55,7 @@ class SamplingParams:
         check_types(self)
         bounds = {
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "temperature": (math.isfinite(self.temperature) and self.temperature >= 0, "finite and at least 0"),
+            "temperature": (self.temperature == 0 or 0.01 <= self.temperature <= 2, "0, or from 0.01 to 2"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "top_k": (self.top_k == -1 or self.top_k >= 1, "-1 (all) or at least 1"),
             "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),

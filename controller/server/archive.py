@@ -14,7 +14,7 @@ from pathlib import Path
 from tinker import types
 
 from controller.launching.launcher import Launcher
-from controller.server.database import DATABASE, CheckpointRow, Database, expiry, now
+from controller.server.database import DATABASE, CheckpointRow, Database, expiry, now, texts
 from rl.checks import check_empty_folder
 from rl.lora import LoRAConfig
 from rl.system.hf_config import read_config
@@ -89,13 +89,13 @@ class Archive:
 
         Raises ValueError if there is one of this name that must not be overwritten, and for a bad time to live.
         """
-        expires_at = expiry(ttl_seconds)
+        expires_at, noted = expiry(ttl_seconds), texts("user_metadata", user_metadata)
         if not overwrite and self._database.checkpoint(str(path)) is not None:
             raise ValueError(f"{path} exists; choose another name, or save_state(..., overwrite=True)")
         folder = self._folder / path.folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         await write(folder)  # the trainer's ranks write it, so the folder is on a file system that they share
-        self._note(path, expires_at, user_metadata)
+        self._note(path, expires_at, noted)
 
     def _note(
         self, path: CheckpointPath, expires_at: datetime | None = None, user_metadata: dict[str, str] | None = None

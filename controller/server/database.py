@@ -1,5 +1,6 @@
 """What survives a restart of the server: training runs and checkpoints, in an SQLite file in the server's folder."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,20 @@ class Database:
         if at - run.last_request_at >= _TOUCHED_AGAIN:  # most requests change nothing
             run.last_request_at = at
             self.save(run)
+
+
+def texts(field: str, given: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """What a client wrote about its run: the SDK sends any JSON, and answers have strings.
+
+    Raises ValueError for text that is not Unicode, which no answer could hold: lists of all runs would fail with it.
+    """
+    found = {name: str(value) for name, value in (given or {}).items()}
+    for each in (*found, *found.values()):
+        try:
+            each.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{field} has the text {each!r}, which is not Unicode: a surrogate stands alone") from None
+    return found or None
 
 
 def now() -> datetime:

@@ -19,11 +19,12 @@ from tinker import types
 
 from controller.server.answers import Answer, Answers, PendingAnswer, errors_logged
 from controller.server.archive import Archive, CheckpointPath
-from controller.server.database import DATABASE, Database, TrainingRunRow, now
+from controller.server.database import DATABASE, Database, TrainingRunRow, now, texts
 from controller.server.sampling_clients import Sampler, SamplingClients
 from controller.server.served_models import ServedModel, ServedModels
 from controller.server.training_client import TrainingClient, unloaded_whole
 from controller.server.wire import traced_loss
+from rl.checks import MAX_SEED, check_between
 from rl.lora import Policy
 from rl.losses import Loss
 
@@ -77,12 +78,12 @@ class Gateway:
     # Sessions
 
     def open_session(self, request: types.CreateSessionRequest, user: str = "") -> ClientSession:
-        """A new session of a user."""
+        """A new session of a user. Raises ValueError for a name or metadata that no answer could hold."""
+        texts("display_name", {"": request.display_name})
         session = ClientSession(
             id=uuid.uuid4().hex[:16],  # 64 bits; the id is also a part of paths
             user=user,
-            # the SDK sends any JSON; the database keeps strings
-            user_metadata={name: str(value) for name, value in (request.user_metadata or {}).items()} or None,
+            user_metadata=texts("user_metadata", request.user_metadata),
             display_name=request.display_name,
             last_seen=asyncio.get_running_loop().time(),
         )
@@ -158,6 +159,7 @@ class Gateway:
             config = request.lora_config or types.LoraConfig(rank=32)  # the SDK's own default
             # before a row is written: a refused client leaves nothing
             self._check_new(request.base_model, config.rank, request.optimizer_config.type)
+            check_between(-MAX_SEED, MAX_SEED, seed=config.seed or 0)
             row = TrainingRunRow(
                 id=f"{session.id}:train:{request.model_seq_id}",
                 user=session.user,
@@ -169,7 +171,7 @@ class Gateway:
                 train_attn=config.train_attn,
                 train_mlp=config.train_mlp,
                 train_unembed=config.train_unembed,
-                user_metadata=request.user_metadata,
+                user_metadata=texts("user_metadata", request.user_metadata),
                 last_request_at=now(),
             )
             return row, lambda client: client.create()
@@ -216,7 +218,7 @@ class Gateway:
                 train_attn=source.train_attn,
                 train_mlp=source.train_mlp,
                 train_unembed=source.train_unembed,
-                user_metadata=request.user_metadata,
+                user_metadata=texts("user_metadata", request.user_metadata),
                 last_request_at=now(),
             )
             return row, lambda client: client.load(request.path, optimizer=request.optimizer)
@@ -252,6 +254,7 @@ class Gateway:
         pending, new = self.answers.open((f"{session.id}:train:{number}", 0), session.id)
         if new:
             try:
+                check_between(0, 10**9 - 1, model_seq_id=number)  # a part of paths
                 row, first = made()
                 self.database.save(row)  # before the client can save: a checkpoint's run must be known
             except ValueError as error:

@@ -8,10 +8,10 @@ import hmac
 import secrets
 import time
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote, urlencode
 
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse
 from pydantic import BaseModel
 from tinker import types
@@ -23,6 +23,8 @@ from controller.server.gateway import Gateway
 from controller.server.keys import User
 
 listing = APIRouter()
+Count = Annotated[int, Query(ge=0)]
+"""A negative one would count from the end of a list."""
 
 
 class TinkerPath(BaseModel):
@@ -56,7 +58,7 @@ async def get_server_capabilities(door: Door) -> types.GetServerCapabilitiesResp
 
 
 @listing.get("/training_runs")
-async def training_runs(door: Door, user: Caller, limit: int = 20, offset: int = 0) -> types.TrainingRunsResponse:
+async def training_runs(door: Door, user: Caller, limit: Count = 20, offset: Count = 0) -> types.TrainingRunsResponse:
     """The user's training runs, the one with the newest request first."""
     rows = door.database.runs(_seen_by(user))  # runs of one user are few: paging happens here
     page = rows[offset : offset + limit]
@@ -78,7 +80,7 @@ async def run_checkpoints(run_id: str, door: Door) -> types.CheckpointsListRespo
 
 
 @listing.get("/checkpoints")
-async def checkpoints(door: Door, user: Caller, limit: int = 100, offset: int = 0) -> types.CheckpointsListResponse:
+async def checkpoints(door: Door, user: Caller, limit: Count = 100, offset: Count = 0) -> types.CheckpointsListResponse:
     """The checkpoints of all runs of the user."""
     rows = door.database.checkpoints(user=_seen_by(user))
     cursor = types.Cursor(offset=offset, limit=limit, total_count=len(rows))
@@ -138,7 +140,7 @@ async def session(session_id: str, door: Door) -> types.GetSessionResponse:
 
 
 @listing.get("/sessions")
-async def sessions(door: Door, user: Caller, limit: int = 20, offset: int = 0) -> types.ListSessionsResponse:
+async def sessions(door: Door, user: Caller, limit: Count = 20, offset: Count = 0) -> types.ListSessionsResponse:
     """The user's sessions that have not ended."""
     seen = [session.id for session in door.sessions.values() if user.is_operator or session.user == user.name]
     return types.ListSessionsResponse(sessions=seen[offset : offset + limit])

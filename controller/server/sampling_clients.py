@@ -16,6 +16,7 @@ from controller.server.served_models import ServedModel
 from controller.server.wire import csr_rows
 from rl.images import images_of, join_tokens
 from rl.lora import Policy
+from rl.sampling import MAX_TOPK_LOGPROBS
 from rl.types import Completion, SamplingParams
 
 MAX_SAMPLES = 1024
@@ -163,6 +164,9 @@ def read_request(request: types.SampleRequest, model: ServedModel) -> tuple[tupl
     for token in prompt:
         if not 0 <= token < model.vocab_size:
             raise ValueError(f"the prompt has the token {token}; token ids are from 0 to {model.vocab_size - 1}")
+    if request.topk_prompt_logprobs < 0:  # -1 would ask for all words, for which the protocol has no place
+        asked = request.topk_prompt_logprobs
+        raise ValueError(f"topk_prompt_logprobs is {asked}; it must be from 0 to {MAX_TOPK_LOGPROBS}")
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and not (request.prompt_logprobs and 1 <= last_n < len(prompt)):
         raise ValueError(

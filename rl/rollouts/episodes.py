@@ -25,8 +25,6 @@ from rl.sampling import Ids, KeptSets
 from rl.types import Answer, Completion, Datum, Group, Rollout, SamplingParams, Turn, open_reasoning
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
-_MIN_TEMPERATURE = 0.01
-"""vLLM samples at this temperature where a lower one is asked for."""
 
 T = TypeVar("T")
 
@@ -269,10 +267,9 @@ def with_tokens(groups: Sequence[Group]) -> list[Rollout]:
 
 def check_sampled_distribution(sampling: SamplingParams) -> None:
     """Raises ValueError unless rollouts are sampled from a distribution whose log-probs the trainer computes."""
-    if sampling.temperature < _MIN_TEMPERATURE:
+    if sampling.temperature == 0:
         raise ValueError(
-            f"sampling.temperature is {sampling.temperature}; training rollouts need at least {_MIN_TEMPERATURE}: they "
-            "are sampled, not greedy"
+            "sampling.temperature is 0.0; training rollouts need at least 0.01: they are sampled, not greedy"
         )
 
 

@@ -42,6 +42,12 @@ def test_weights_are_one_where_none_are_given() -> None:
         (SamplingParams, {"max_tokens": 0}, r"max_tokens is 0; it must be at least 1"),
         (SamplingParams, {"max_tokens": 1, "temperature": -1}, r"temperature is -1"),
         (SamplingParams, {"max_tokens": 1, "temperature": float("nan")}, r"temperature is nan"),
+        (
+            SamplingParams,
+            {"max_tokens": 1, "temperature": 0.001},
+            r"temperature is 0.001; it must be 0, or from 0.01 to 2",
+        ),
+        (SamplingParams, {"max_tokens": 1, "temperature": 2.5}, r"temperature is 2.5; it must be 0, or from 0.01 to 2"),
         (SamplingParams, {"max_tokens": 1, "top_p": 0}, r"top_p is 0; it must be in \(0, 1\]"),
         (SamplingParams, {"max_tokens": 1, "top_k": 0}, r"top_k is 0; it must be -1"),
         (SamplingParams, {"max_tokens": 1, "min_p": 1.5}, r"min_p is 1.5; it must be from 0 to 1"),

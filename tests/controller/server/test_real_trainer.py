@@ -106,3 +106,15 @@ def test_every_field_of_adam_params_counts_at_every_step(server: RunningServer) 
     np.testing.assert_allclose(after({}), unchanged, atol=1e-6)
     for name, value in others.items():
         assert np.abs(np.subtract(after({name: value}), unchanged)).max() > 1e-4, name
+
+
+def test_a_step_without_a_gradient_is_refused(server: RunningServer) -> None:
+    client = new_client(server, seed=1)
+    before = scores(client)
+    for _ in range(2):
+        with pytest.raises(tinker.RequestFailedError, match="without a gradient; call forward_backward first"):
+            client.optim_step(types.AdamParams(learning_rate=0.1)).result()
+    assert scores(client) == before
+    client.forward_backward([datum(TOKENS[:-1], TOKENS[1:])], "cross_entropy")
+    assert client.optim_step(types.AdamParams(learning_rate=0.1)).result().metrics["policy_version"] == 1
+    assert scores(client) != before

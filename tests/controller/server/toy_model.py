@@ -84,6 +84,7 @@ class ToyTrainer:
     async def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
         await self.host.work(self, "optim_step")
         self.host.steps.append(params)
+        # tests of the order of calls step without a gradient, which a real trainer refuses
         gradient = self.table.grad if self.table.grad is not None else torch.zeros_like(self.table)
         norm = float(gradient.norm())
         if params.grad_clip_norm > 0:
