@@ -86,11 +86,7 @@ def _generator_config(model: Path) -> "GeneratorConfig":
 
 
 async def converse(
-    generator: "Generator",
-    renderer: "Renderer",
-    options: Chat,
-    say: Callable[[str], None],
-    terminal: TextIO,
+    generator: "Generator", renderer: "Renderer", options: Chat, say: Callable[[str], None], terminal: TextIO
 ) -> None:
     """Answers every line of the standard input until its end.
 

@@ -21,8 +21,6 @@ from controller.runs.folder import CONFIG_FILE, METRICS, read_json, read_metrics
 from controller.runs.recording import write_whole
 
 _CARD = "README.md"
-
-
 _FROM_TRAINING = (
     "reward_mean",
     "loss",

@@ -28,8 +28,6 @@ _INSECURE = (
     "warning: this worker has no TLS (--insecure). Any process that reaches {address} can run programs as this user. "
     "Use it on a network that only you can reach."
 )
-
-
 _SENT = Path("-")
 
 

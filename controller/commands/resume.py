@@ -9,6 +9,7 @@ checkpoint itself: the trainers' parameters, optimizer state and random state, a
 the hub are recorded by commit, so a resumed run has the same files.
 """
 
+import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,21 +53,11 @@ CHANGEABLE = (
     "hosts",
 )
 """Fields that may be changed when a run is resumed."""
-
-
 PARENT_FILE = "parent.json"
-
-
 _MODELS = ("model", "teacher")
 """Fields of a loop's configuration that name models."""
-
-
 _NUM_CHECKED = 64  # completions that are decoded to check the tokenizer
-
-
 _MAX_DIFFERENT = 0.1  # of them: decoders disagree on characters that were cut in two, for example
-
-
 _NEEDED = ("model", "env", "generator", "prompts_per_step", "num_steps")
 
 
@@ -110,6 +101,45 @@ def resumed_configuration(folder: Path, options: Sequence[str], *, trust: bool =
         )
     _check_num_steps(folder, resumed)
     return resumed
+
+
+def inputs_of(config: Any) -> dict[str, str]:
+    """A digest of each file, and of each folder of a model or a data set, that a configuration names."""
+    fields = {name: value for name, value in to_json(config).items() if not _may_change(name)}
+    return {name: digest for name in sorted(set(_paths(fields))) if (digest := _digest(Path(name)))}
+
+
+def check_inputs(folder: Path, config: Any) -> None:
+    """Raises ValueError if a file that the run in `folder` began with has changed: its steps would not fit together."""
+    begun, now = saved_recipe(folder).get("inputs", {}), inputs_of(config)
+    if changed := [name for name in begun if now.get(name) != begun[name]]:
+        raise ValueError(
+            f"{', '.join(changed)} changed since the run in {folder} began, or went; put it back, or begin a new run: "
+            f"ownloop run --fork {folder}"
+        )
+
+
+def _paths(value: Any) -> Iterable[str]:
+    """The texts in a configuration, in JSON types, that may be a path."""
+    if isinstance(value, str):
+        return [value] if ("/" in value or "." in value) and len(value) < 4096 and value.isprintable() else []
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return [path for each in inner for path in _paths(each)]
+
+
+def _digest(path: Path) -> str:
+    """Of a file, by its size and first 64 MiB, or of the files of a model or a data set; empty for any other path."""
+    if path.is_file():
+        with path.open("rb") as stream:
+            return hashlib.sha256(stream.read(2**26)).hexdigest() + f" {path.stat().st_size}"
+    if not path.is_dir() or Path.cwd().is_relative_to(path.absolute()) or not any(map(_is_data, path.iterdir())):
+        return ""  # not the working directory, in which runs may lie
+    files = sorted(f for f in path.rglob("*") if f.is_file() and "/." not in str(f.relative_to(path.parent)))
+    return hashlib.sha256("".join(f"{file.name} {_digest(file)}\n" for file in files).encode()).hexdigest()
+
+
+def _is_data(file: Path) -> bool:
+    return file.suffix in (".parquet", ".jsonl", ".json", ".csv")  # a model has a config.json
 
 
 def _may_change(field: str) -> bool:
@@ -165,7 +195,7 @@ def forked_folder(path: Path, config: Any, parent: Path, checkpoint: Path, optio
             folder.rollouts.mkdir(exist_ok=True)
             _link(str(file), str(folder.rollouts / file.name))
     recipe = saved_recipe(parent)
-    added = {**recipe, "options": [*recipe["options"], *([options] if options else [])]}
+    added = {**recipe, "options": [*recipe["options"], *([options] if options else [])], "inputs": inputs_of(config)}
     write_json(folder.path / RECIPE_FILE, signed(added), private=True)
     write_json(folder.path / PARENT_FILE, {"run": parent.absolute(), "step": loop["step"]})
     # The checkpoint comes last, and under its name only once it is whole.

@@ -87,7 +87,7 @@ class Run(OfRuns, TakesFields):
     def _begin(self, recipe: str, output: CapturedOutput) -> int:
         """Starts a new run."""
         config = runnable_configuration(recipe, self.fields, "run")
-        from controller.commands.resume import recording_file, replayed, with_pinned_models
+        from controller.commands.resume import inputs_of, recording_file, replayed, with_pinned_models
         from controller.commands.saved_recipe import save_recipe
         from controller.runs.folder import RunFolder
 
@@ -102,7 +102,7 @@ class Run(OfRuns, TakesFields):
             path = self.runs / f"{Path(recipe).stem}-{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
             path = path if not path.exists() else path.with_name(f"{path.name}-{os.getpid()}")
         folder = RunFolder(path, config)
-        save_recipe(folder.path, find_recipe(recipe), self.fields, recording)
+        save_recipe(folder.path, find_recipe(recipe), self.fields, recording, inputs=inputs_of(config))
         return _until_the_end(loop, config, folder, output)
 
     def _fork(self, run: str, output: CapturedOutput) -> int:
@@ -123,7 +123,7 @@ class Run(OfRuns, TakesFields):
 
     def _resume(self, run: str, output: CapturedOutput) -> int:
         """Continues a run after its last checkpoint."""
-        from controller.commands.resume import resumed_configuration
+        from controller.commands.resume import check_inputs, resumed_configuration
         from controller.commands.saved_recipe import (
             RECIPE_FILE,
             add_options,
@@ -139,6 +139,7 @@ class Run(OfRuns, TakesFields):
         if is_finished(path) and getattr(config, "num_steps", None) == read_json(path / CONFIG_FILE).get("num_steps"):
             print(f"{path} is finished; --num-steps N continues it", file=output.terminal)
             return 0
+        check_inputs(path, config)
         check_hardware(Path(saved_recipe(path)["file"]), config)
         output.say(f"resuming with the recipe in {path / RECIPE_FILE}")
         loop = _loop(config)

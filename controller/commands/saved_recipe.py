@@ -17,22 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from controller.commands.recipes import recipe_files
-from controller.runs.folder import (
-    CONFIG_FILE,
-    complete_checkpoints,
-    read_json,
-    to_json,
-    write_json,
-)
+from controller.runs.folder import CONFIG_FILE, complete_checkpoints, read_json, to_json, write_json
 from controller.runs.metric_rows import SCHEMA_VERSION, check_schema
 from rl.system.secret_fields import hidden_fields, hide_in_options
 
 RECIPE_FILE = "recipe.json"
-
-
 _KEY_BYTES = 32
-
-
 _FIELD = "signature"
 
 
@@ -44,13 +34,14 @@ def find_run(name: str, runs: Path) -> Path:
     raise ValueError(f"there is no run {name}: neither {Path(name)} nor {runs / name} holds a {CONFIG_FILE}")
 
 
-def save_recipe(folder: Path, file: Path, options: Sequence[str], recording: Path | None = None) -> None:
-    """Saves the origin of a run's configuration: the recipe's source, its options and the recording it replays."""
+def save_recipe(folder: Path, file: Path, options: Sequence[str], recording: Path | None = None, **more: Any) -> None:
+    """Saves the origin of a run's configuration: the recipe's source, its options, its recording, and more."""
     recipe = {
         "schema_version": SCHEMA_VERSION,
         "file": file.absolute(),
         "options": [options],
         "replay": recording,
+        **more,
         "source": file.read_text(encoding="utf-8"),
     }
     write_json(folder / RECIPE_FILE, signed(recipe), private=True)  # source and options may hold secrets

@@ -108,12 +108,7 @@ class Launcher:
             await self._assignments.disconnect()
 
     def trainer(
-        self,
-        model: Path,
-        config: TrainerConfig,
-        *,
-        name: str = "trainer",
-        generator: GeneratorConfig | None = None,
+        self, model: Path, config: TrainerConfig, *, name: str = "trainer", generator: GeneratorConfig | None = None
     ) -> "asyncio.Task[Trainer]":
         """Starts a trainer: the policy or, under another `name`, its critic, its reference or its teacher.
 

@@ -292,6 +292,8 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     steps: dict[Path, int] = {}
     for file in directory.glob(f"step-*/{LOOP_FILE}"):
         loop = read_json(file)
+        if not isinstance(loop.get("step"), int) or not isinstance(loop.get("trainers"), list):
+            raise ValueError(f"{file} is damaged: it lacks 'step' or 'trainers'")
         if all((file.parent / name).is_dir() for name in loop["trainers"]):  # its ranks make these folders last
             steps[file.parent] = loop["step"]
     return sorted(steps, key=lambda path: steps[path])

@@ -182,8 +182,6 @@ def _split_digits(tokenizer: Any) -> None:
 
 _BUILDERS: dict[str, Callable[[Path], None]] = {"smollm2-135m-instruct": _build_smollm2}
 """Name -> function that fills an empty directory with that model."""
-
-
 _NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LEFT_OUT = ("*/*", INDEX_FILE, "trainer_state.json")  # files in folders: other formats of the same weights

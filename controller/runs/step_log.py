@@ -127,11 +127,7 @@ class StepLog:
             observer.after_step(step, batch, output)
 
     def step_without_signal(
-        self,
-        step: int,
-        clock: PhaseClock,
-        groups: Sequence[Group] = (),
-        why: str = EQUAL_REWARDS,
+        self, step: int, clock: PhaseClock, groups: Sequence[Group] = (), why: str = EQUAL_REWARDS
     ) -> None:
         """Records a step that had nothing to learn from, and why."""
         self.why_without_signal = why
@@ -170,11 +166,7 @@ class StepLog:
     def _log_intervals(self, step: int, intervals: Mapping[str, Interval], **more: float) -> None:
         row = {"step": float(step), **more}
         for name, interval in intervals.items():
-            row |= {
-                f"eval_{name}": interval.mean,
-                f"eval_{name}_low": interval.low,
-                f"eval_{name}_high": interval.high,
-            }
+            row |= {f"eval_{name}": interval.mean, f"eval_{name}_low": interval.low, f"eval_{name}_high": interval.high}
         self._loggers.log_metrics(row)
 
     def finish(self) -> None:

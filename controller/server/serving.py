@@ -43,8 +43,6 @@ LOG_BYTES = 64 * 2**20
 NUM_OLD_LOGS = 2
 KEEP_ALIVE_S = 75
 """How long a connection without requests stays open. A client that sends just as it closes sees a broken pipe."""
-
-
 Say = Callable[[str], None]
 _ADAPTERS_AT_ONCE = 8  # adapters that vLLM computes in one batch
 

@@ -184,15 +184,9 @@ RULES = (
         check=_not_finite,
     ),
     Rule(
-        name="collapse",
-        when="90 % of a step's answers are the same text, for four prompts or more",
-        check=_collapsed,
+        name="collapse", when="90 % of a step's answers are the same text, for four prompts or more", check=_collapsed
     ),
-    Rule(
-        name="reward-fell",
-        when="the last held-out reward's interval lies below that of the best one",
-        check=_fell,
-    ),
+    Rule(name="reward-fell", when="the last held-out reward's interval lies below that of the best one", check=_fell),
     Rule(
         name="nothing-learned",
         when="after 20 steps or more, the last held-out reward's interval holds the first held-out reward",

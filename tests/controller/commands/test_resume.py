@@ -11,7 +11,7 @@ import pytest
 from controller.commands.command_line import CommandEndedError
 from controller.commands.export_run import add_model_card
 from controller.commands.recipes import find_recipe, load_recipe, override
-from controller.commands.resume import resumed_configuration
+from controller.commands.resume import check_inputs, inputs_of, resumed_configuration
 from controller.commands.saved_recipe import add_options, command_of, find_run, how_to_go_on, save_recipe
 from controller.runs.folder import RunFolder, write_json
 from controller.runs.report.page import write_report
@@ -54,6 +54,70 @@ def test_what_would_change_the_past_is_refused(tmp_path: Path) -> None:
     write_json(step / "loop.json", {"step": 5, "trainers": ["policy"]})
     with pytest.raises(ValueError, match="num_steps is 4; the run has a checkpoint of step 5 already"):
         resumed_configuration(run, ["--num-steps", "4"])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Data:
+    path: Path
+    question: str = "The answer is a/b."
+
+
+@dataclasses.dataclass(frozen=True)
+class _Config:
+    model: str
+    data: tuple[_Data, ...]
+    log: str = "none"
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> _Config:
+    """A run in `tmp_path / "run"` that names a model, a file and a folder of data."""
+    for file in (
+        "m/config.json",
+        "m/w.safetensors",
+        "m/.cache/x.json",
+        "train.jsonl",
+        "set/main/a.parquet",
+        "set/i.json",
+    ):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("one")
+    data = (_Data(tmp_path / "train.jsonl"), _Data(tmp_path / "set"), _Data(tmp_path / "missing.jsonl"))
+    config = _Config(model=str(tmp_path / "m"), data=data)
+    save_recipe(RunFolder(tmp_path / "run", config).path, RECIPE, [], inputs=inputs_of(config))
+    return config
+
+
+@pytest.mark.parametrize(
+    ("file", "input_"),
+    [("m/config.json", "m"), ("m/w.safetensors", "m"), ("train.jsonl",) * 2, ("set/main/a.parquet", "set")],
+)
+@pytest.mark.parametrize("content", ["two", "longer", None])
+def test_a_run_whose_inputs_changed_is_not_resumed(
+    named: _Config, file: str, input_: str, content: str | None, tmp_path: Path
+) -> None:
+    check_inputs(tmp_path / "run", named)
+    if content is None:
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_text(content)
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(str(tmp_path / input_))} changed since the run in .* began, or went"
+    ):
+        check_inputs(tmp_path / "run", named)
+
+
+def test_what_no_step_reads_may_change(named: _Config, tmp_path: Path) -> None:
+    (tmp_path / "m/.cache/x.json").write_text("two")
+    (tmp_path / "missing.jsonl").write_text("new")
+    (tmp_path / "log.txt").write_text("x")
+    check_inputs(tmp_path / "run", dataclasses.replace(named, log=str(tmp_path / "log.txt")))
+
+
+def test_the_working_directory_is_no_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.json").write_text("one")
+    monkeypatch.chdir(tmp_path)
+    assert inputs_of(_Config(model="./", data=(_Data(tmp_path.parent), _Data(Path("x.json"))))).keys() == {"x.json"}
 
 
 def test_a_recipe_whose_imports_have_changed_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.runs.folder import RunFolder, began_at, read_metrics
+from controller.runs.folder import RunFolder, began_at, complete_checkpoints, read_metrics
 from rl.system.disk import to_json, write_json
 from rl.types import Completion, Group
 from tests.rl.fakes import single_turn
@@ -189,6 +189,16 @@ def test_no_permission() -> None:
 def test_no_space(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"MiB are free there; a run needs"):
         RunFolder(tmp_path / "a", Config(), min_free_bytes=1 << 60)
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", '{"step": 3}', '{"step": "3", "trainers": []}', '{"step": 3, "trainers": 1}']
+)
+def test_a_checkpoint_without_its_step_is_damaged(content: str, tmp_path: Path) -> None:
+    (tmp_path / "step-00003").mkdir()
+    (tmp_path / "step-00003/loop.json").write_text(content)
+    with pytest.raises(ValueError, match=r"step-00003/loop.json is damaged: it lacks 'step' or 'trainers'"):
+        complete_checkpoints(tmp_path)
 
 
 def test_saved_names_the_last_step_and_checkpoint(tmp_path: Path) -> None:

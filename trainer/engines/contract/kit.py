@@ -20,13 +20,7 @@ from trainer.engine_table import find_engine
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
 from trainer.engines.contract.one_rank import MODEL_CHECKS, STATE_CHECKS, Subject
-from trainer.engines.contract.several_ranks import (
-    LAYOUT_CHECKS,
-    Build,
-    LayoutResults,
-    layout_script,
-    run_layout,
-)
+from trainer.engines.contract.several_ranks import LAYOUT_CHECKS, Build, LayoutResults, layout_script, run_layout
 from trainer.engines.model_check import check_model
 
 Outcome = Literal["passed", "failed", "refused"]

@@ -147,11 +147,7 @@ class AdapterEngine(TorchEngine):
     """One rank's part of an adapter."""
 
     def __init__(
-        self,
-        base: TorchEngine,
-        config: LoRAConfig,
-        base_identity: Mapping[str, str],
-        stage: dist.ProcessGroup | None,
+        self, base: TorchEngine, config: LoRAConfig, base_identity: Mapping[str, str], stage: dist.ProcessGroup | None
     ) -> None:
         """A new adapter over `base`, whose model is frozen. `base_identity` goes into checkpoints.
 
