@@ -122,7 +122,11 @@ def check_inputs(folder: Path, config: Any) -> None:
 def _paths(value: Any) -> Iterable[str]:
     """The texts in a configuration, in JSON types, that may be a path."""
     if isinstance(value, str):
-        return [value] if ("/" in value or "." in value) and len(value) < 4096 and value.isprintable() else []
+        names = value.encode(errors="replace").split(b"/")
+        is_path = (
+            len(value) < 4096 and max(map(len, names)) < 256 and value.isprintable() and ("." in value or names[1:])
+        )
+        return [value] if is_path else []
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return [path for each in inner for path in _paths(each)]
 

@@ -114,6 +114,10 @@ def test_what_no_step_reads_may_change(named: _Config, tmp_path: Path) -> None:
     check_inputs(tmp_path / "run", dataclasses.replace(named, log=str(tmp_path / "log.txt")))
 
 
+def test_a_long_text_is_no_path() -> None:
+    assert inputs_of(_Config(model="m", data=(_Data(Path("x"), question="Think. " * 100),))) == {}
+
+
 def test_the_working_directory_is_no_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.json").write_text("one")
     monkeypatch.chdir(tmp_path)
