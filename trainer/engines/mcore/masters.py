@@ -95,7 +95,8 @@ class MasterSlices:
             for name, each in self._slices.items():
                 master = self.parameters[name]
                 own = each.source.data[each.rows] if self._shared else move(local(master))
-                moved = each.wrap(own)
+                # `wrap` would move it to the mesh's device
+                moved = DTensor(own, master._spec, requires_grad=False) if isinstance(master, DTensor) else own  # pyright: ignore
                 torch.utils.swap_tensors(master, nn.Parameter(moved))  # keeps the object that the optimizer knows
             for source in sources:
                 if not self._shared:
