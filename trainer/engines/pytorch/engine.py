@@ -126,6 +126,8 @@ class TorchEngine(Engine):
         # Moments that rest on the host come to the device in pieces, so that they never take their whole room there.
         fetch_to = None if self._offload.device_of("optimizer") == self._device else self._device
         with self._memory.phase("optim_step"), self._offload.resident(*(PARTS[:2] if fetch_to else PARTS)):
+            if fetch_to is None:  # before the gradient is changed: either every rank has memory for moments, or none
+                self._failure_sync.run(self._optimizer.state)
             grad_norm = self._optimizer.step(params, grad_scale, fetch_to=fetch_to)
             skipped = not math.isfinite(grad_norm)
             if not skipped:

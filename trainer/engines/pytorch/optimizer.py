@@ -94,14 +94,11 @@ class Optimizer:
         factor = grad_scale * clip
         if not norm * clip <= _LARGEST_NORM or abs(factor) > _LARGEST_FACTOR:
             return norm + math.inf  # NaN stays NaN
-        in_place = fetch_to is None and self._dtype == torch.float32
-        if in_place:
-            self.state()  # a first step that has too little memory for its moments leaves the gradient as it was
         if factor != 1.0:
             for grad in grads:
                 grad.mul_(factor)
         groups = self._groups(params)
-        if in_place:
+        if fetch_to is None and self._dtype == torch.float32:
             self._update(groups, params)
         else:
             self._step_in_pieces(list(_pieces(groups)), params, fetch_to)

@@ -37,7 +37,7 @@ class FailureSync:
 
     def __init__(self, num_ranks: int, device: torch.device) -> None:
         self._num_ranks = num_ranks
-        self._device = device
+        self._failures = torch.zeros((), device=device)  # a rank that is out of memory has none for it
 
     def run(self, work: Callable[[], T]) -> T:
         """Runs `work` on every rank. If it raises on one rank, the others raise RankFailureError. A collective."""
@@ -52,9 +52,8 @@ class FailureSync:
     def sync(self, *, failed: bool) -> None:
         """Raises RankFailureError if another rank has failed and this one has not. A collective."""
         if self._num_ranks > 1:
-            failures = torch.tensor(float(failed), device=self._device)
-            dist.all_reduce(failures)
-            if failures and not failed:
+            dist.all_reduce(self._failures.fill_(failed))
+            if self._failures and not failed:
                 raise RankFailureError("another rank failed in this call")
 
 
