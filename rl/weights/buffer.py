@@ -60,6 +60,8 @@ class GPUPart(NamedTuple):
     """The GPU's UUID, for errors."""
     handle: bytes
     """With which other processes open the memory."""
+    pid: int
+    """The process whose memory it is. CUDA frees it with that process, also while others have it open."""
 
 
 class BufferLocation(NamedTuple):
@@ -280,9 +282,10 @@ def held_version(record: VersionRecord, location: BufferLocation) -> VersionReco
 
 
 def is_kept(location: BufferLocation) -> bool:
-    """Whether the process that created a buffer is alive and has not closed it."""
+    """Whether the process that created a buffer has not closed it, and all processes with a part of it are alive."""
     try:
-        return Path(f"/proc/{location.pid}/fd/{location.fd}").stat().st_ino == location.inode
+        alive = all(Path(f"/proc/{part.pid}/exe").exists() for part in location.gpu_parts)
+        return alive and Path(f"/proc/{location.pid}/fd/{location.fd}").stat().st_ino == location.inode
     except OSError:
         return False
 

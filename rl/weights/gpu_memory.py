@@ -19,19 +19,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator, Sequence
 from importlib import import_module
-from itertools import permutations
 from typing import Any, Protocol
 
 import torch
 
 from rl.weights import copies
-from rl.weights.buffer import BufferLocation, GPUPart, WeightBuffer
+from rl.weights.buffer import BufferLocation, GPUPart, WeightBuffer, is_kept
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, num_ranks, raise_on_every_rank
 from rl.weights.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender
 from rl.weights.versions import (
     HEADER_BYTES,
     LIVING_VERSIONS,
     Manifest,
+    PublisherGoneError,
     VersionIndex,
     VersionRecord,
     WeightsError,
@@ -108,7 +108,7 @@ class CUDASharing:
         memory = _tensor(pointer, num_bytes, device).zero_()
         torch.cuda.synchronize(device)
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        return memory, GPUPart(begin, num_bytes, uuid, bytes(handle))
+        return memory, GPUPart(begin, num_bytes, uuid, bytes(handle), os.getpid())
 
     def open(self, part: GPUPart) -> torch.Tensor:
         if why_not := self.why_not():
@@ -214,9 +214,7 @@ class GPUMemorySender(SharedMemorySender):
             raise
 
     def _check(self, num_bytes: int) -> None:
-        why_not = self._sharing.why_not()
-        if not why_not and not self._asked:
-            why_not = self._sharing.why_not_by_default(num_bytes)
+        why_not = self._sharing.why_not() or ("" if self._asked else self._sharing.why_not_by_default(num_bytes))
         if why_not:
             raise WeightsError(f"weight_transport='gpu_memory' is not possible: {why_not}; use 'shared_memory'")
 
@@ -290,8 +288,10 @@ class GPUBuffer(WeightBuffer):
 
     @contextlib.contextmanager
     def reading(self, record: VersionRecord) -> Generator[None]:
-        """Also waits for the copies that were queued, before it lets a writer in."""
+        """Also raises `PublisherGoneError`, and waits for the copies that were queued before it lets a writer in."""
         with super().reading(record):
+            if not is_kept(self.location):
+                raise PublisherGoneError("a process that published the weights is gone; they have to be pushed again")
             try:
                 yield
             finally:
@@ -321,7 +321,7 @@ def unreachable_gpus() -> str:
     except Exception as error:  # the package or the driver's library is missing
         return f"the driver does not say which GPUs reach each other ({error})"
     gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    for (i, reader), (j, owner) in permutations(enumerate(gpus), 2):
+    for (i, reader), (j, owner) in itertools.permutations(enumerate(gpus), 2):
         if nvml.nvmlDeviceGetP2PStatus(reader, owner, _READ) != nvml.NVML_P2P_STATUS_OK:
             return f"GPU {i} cannot read the memory of GPU {j}"
     return ""
@@ -355,7 +355,6 @@ def _tensor(pointer: ctypes.c_void_p, num_bytes: int, device: torch.device) -> t
 
 PATTERN = bytes(range(1, 9))
 """What the memory begins with."""
-
 _TIMEOUT_S = 60.0
 
 

@@ -27,7 +27,7 @@ class HostSharing:
     def allocate(self, begin: int, num_bytes: int) -> tuple[torch.Tensor, GPUPart]:
         fd = os.memfd_create("stand-in")
         os.truncate(fd, num_bytes)
-        part = GPUPart(begin, num_bytes, f"GPU-{os.getpid()}", f"{os.getpid()}/{fd}".encode())
+        part = GPUPart(begin, num_bytes, f"GPU-{os.getpid()}", f"{os.getpid()}/{fd}".encode(), os.getpid())
         return self.open(part), part
 
     def open(self, part: GPUPart) -> torch.Tensor:

@@ -147,11 +147,16 @@ def _read_from_a_process_that_dies(context: Any, *, sharing: bool) -> None:
         read(records[1])
         with pytest.raises(UnknownVersionError):
             read(records[0])
+        receiver = GPUMemory().receiver(lambda: None)
+        with receiver.open(records[-1], None):
+            pass
     finally:
         process.kill()
         join(process)
     with pytest.raises(PublisherGoneError):
         read(records[-1])
+    with pytest.raises(PublisherGoneError), receiver.open(records[-1], None):
+        raise AssertionError("CUDA has freed the memory that the receiver has open")
 
 
 @pytest.mark.seconds
