@@ -205,15 +205,15 @@ class Calls:
             if error is not None:
                 if other.failure is None:
                     error = await other.end(error, () if error.rank is None else [error.rank])
-                self.fail(error)
+                if call.unanswered:  # otherwise these ranks are as they were
+                    self.fail(error)
                 raise error.again()
         if (error := self._process_failure(call.verb, call)) is None:
             self._raise_common(call)
             error = self._lone_failure(call) or self._deadline_failure(call)
-        if error is None:
-            return
-        silent = [rank for rank in call.unanswered if rank is not None]
-        raise await self.end(error, silent or range(len(self.processes.pids)))
+        if error is not None:
+            silent = [rank for rank in call.unanswered if rank is not None]
+            raise await self.end(error, silent or range(len(self.processes.pids)))
 
     async def end(self, error: MeshError, silent: Iterable[int]) -> MeshError:
         """Kills the mesh because of `error`, and returns it with logs and with the stacks of the ranks in `silent`."""

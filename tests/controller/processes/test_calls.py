@@ -186,7 +186,12 @@ def test_a_mesh_that_is_needed_and_has_failed_is_named() -> None:
         await calls.answers({0: _takes(0.5)}, "push", needs=lambda: [store])
         store.fail(MeshError("store", "rank 0 died", rank=0))
         with pytest.raises(MeshError, match="store: rank 0 died"):
+            await calls.answers({0: _takes(0, ValueError("no store"))}, "push", needs=lambda: [store])
+        await calls.answers({0: _takes(0.5)}, "step")  # its ranks did not wait for the store
+        with pytest.raises(MeshError, match="store: rank 0 died"):
             await calls.answers({0: _takes(600)}, "push", needs=lambda: [store])
+        with pytest.raises(MeshError, match="store: rank 0 died"):
+            await calls.answers({0: _takes(0.5)}, "step")
 
     async def later(calls: Calls) -> None:
         needed, lost = list[Calls](), Calls("weights-n1", RankProcesses((), ()), Deadlines())
