@@ -1,6 +1,6 @@
 """Adapters in a generator as GPUs get it, on a pretended GPU: two and the model itself in every batch.
 
-    python -m tests.gpu_pretended.adapters
+    python -m tests.gpu_pretended.adapters [mixture]
 
 As `generator.py`, whose numbers it prints: an adapter is pulled again while requests of all policies are running,
 prompts are scored beside samples of other policies, and another model is pulled under the adapters. Expected are
@@ -25,7 +25,9 @@ from rl.weights.versions import VersionRecord
 from tests.gpu_pretended.generator import PROMPT, Trainer, difference, start, tell, tiny_models
 from trainer.engines.contract.reference import LocalStore
 
-LORA = LoRAConfig(rank=8, alpha=8.0)
+MIXTURE = "mixture" in sys.argv
+"""Of experts, which no adapter changes. Fewer situations are tried then."""
+LORA = LoRAConfig(rank=8, alpha=8.0, train_mlp=not MIXTURE)
 Completions = Mapping[str | None, list[Completion]]
 """By policies: the model itself, a and b."""
 
@@ -100,6 +102,11 @@ async def rehearse(engine: Any, trainer: Trainer, models: Sequence[Path]) -> Map
     for name in ("a", "b"):
         await pull(trainer.push(1, expected.add(name, 1), name))
     compare("in_one_batch", await sampled(), {0}, {1}, {1})
+    if MIXTURE:
+        await pull(trainer.push(1, models[1] / "model.safetensors"))
+        expected.use(1, models[1])
+        compare("over_another_model", await sampled(), {1}, {1}, {1})
+        return found
     others = asyncio.create_task(sampled())
     found["prompts"] = expected.difference_of_prompts(await sampled(2, prompt_logprobs=True))
     compare("beside_scored_prompts", await others, {0}, {1}, {1})
@@ -122,7 +129,7 @@ async def rehearse(engine: Any, trainer: Trainer, models: Sequence[Path]) -> Map
 def main() -> int:
     """Starts both processes."""
     with tempfile.TemporaryDirectory() as folder:
-        models = tiny_models(folder)
+        models = tiny_models(folder, mixture=MIXTURE)
         trainer = Trainer(LORA)
         engine = start(models[0], lora=LoRALimits(max_rank=LORA.rank, max_adapters=2, max_loaded=4))
         found = dict(asyncio.run(rehearse(engine, trainer, models)))

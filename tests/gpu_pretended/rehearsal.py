@@ -24,15 +24,19 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "benchmarks" / "RESULTS-pretended-gpu.md"
 COVERS_NOT = """# Results on pretended GPUs
 
-**Not covered:** speed; races between streams; NCCL, for which gloo stands in; what the kernels of cuBLAS,
-FlashAttention, FlexAttention, Triton and vLLM compute, for which plain operators stand in or nothing does; rounding of
-tensor cores; CUDA graphs. A green table says that no device or dtype is mixed up, that
-memory is freed, shared and counted by torch's own CUDA build, and that the numbers are the CPU's. Where there is a real
-GPU, `make gpu-check` comes first.
+**Not covered:** speed; races between streams; NCCL and vLLM's own all-reduces, for which gloo stands in; what the
+kernels of cuBLAS, FlashAttention, FlexAttention, Triton and vLLM compute, for which plain operators stand in or nothing
+does; rounding of tensor cores; CUDA graphs. A green table says that no device or dtype is mixed up, that memory is
+freed, shared and counted by torch's own CUDA build, and that the numbers are the CPU's. Where there is a real GPU,
+`make gpu-check` comes first.
 """
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--show-capture=no", "--disable-warnings")
 _ENGINES = "tests/trainer/engines"
-_LAYOUTS = "fsdp2_tied tp2_tied pp2_untied ep2_moe cp2_tp2_untied hsdp2x2_untied adapter_fsdp2_tied".split()
+_LAYOUTS = (
+    *("fsdp2_tied", "tp2_tied", "pp2_untied", "ep2_moe", "cp2_tp2_untied", "hsdp2x2_untied", "adapter_fsdp2_tied"),
+    *("transformers_fsdp2_tied", "fsdp1_tied", "megatron_sharded2_tied", "megatron_tp2_tied"),
+)
+_INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +71,12 @@ PARTS = (
         "layouts",
         "Two ranks under FSDP2, tensor, pipeline or expert parallelism, or with an adapter under FSDP2, and four under "
         "context and tensor parallelism, or two copies of two shards, keep the contract of engines: gradients, steps, "
-        "failures, checkpoints that one rank loads, exports, pushes. Their state leaves the GPU and comes back.",
+        "failures, checkpoints that one rank loads, exports, pushes. Their state leaves the GPU and comes back. So do "
+        "two ranks of fsdp2, fsdp1 and megatron_fsdp, and of megatron, which share data or layers.",
         (
-            *(*_PYTEST, f"{_ENGINES}/test_sharded_engine.py", "-k"),
-            "several_ranks_keep_the_contract and (" + " or ".join(f"[{name}-" for name in _LAYOUTS) + ")",
+            *(*_PYTEST, f"{_ENGINES}/test_sharded_engine.py", f"{_ENGINES}/test_megatron_fsdp.py", "-k"),
+            "several_ranks_keep_the_contract and (" + " or ".join(f"[{name}-" for name in _LAYOUTS) + ")"
+            " or two_ranks_compute and [tied-",
         ),
         gpus=4,
     ),
@@ -80,6 +86,16 @@ PARTS = (
         "several kinds, interleaved, compute on two ranks what they do on one.",
         (*_PYTEST, f"{_ENGINES}/test_changed_layouts.py", f"{_ENGINES}/test_sharded_adapters.py"),
         gpus=2,
+    ),
+    Part(
+        "failures",
+        "One of two ranks runs out of memory: for a step or a push, it raises and nothing is lost; in a forward or a "
+        "backward pass, one error names rank and cause, and a new trainer starts. A rank dies whose memory a generator "
+        "has open: the next trainer's weights reach it.",
+        (*_PYTEST, "tests/e2e/test_gpu_failures.py"),
+        gpus=3,
+        gib=2.0,
+        variables=_INTERPRETED,
     ),
     Part(
         "compiled",
@@ -101,15 +117,35 @@ PARTS = (
         "abort, sleep and waking up.",
         ("-m", "tests.gpu_pretended.generator"),
         gib=2.0,
-        variables={"TRITON_INTERPRET": "1"},
+        variables=_INTERPRETED,
+    ),
+    Part(
+        "generator_tp2",
+        "The same with every layer on two GPUs, one process each (tensor parallelism).",
+        ("-m", "tests.gpu_pretended.generator", "2"),
+        gpus=2,
+        gib=2.0,
+        variables={
+            **_INTERPRETED,
+            "VLLM_DISABLE_PYNCCL": "1",
+            "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+            "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        },
     ),
     Part(
         "adapters",
-        "The same with two adapters and the model itself in every batch, prompts scored beside them, an adapter pulled "
-        "again in flight, and another model under them.",
+        "As `generator`, with two adapters and the model itself in every batch, prompts scored beside them, an adapter "
+        "pulled again in flight, and another model under them.",
         ("-m", "tests.gpu_pretended.adapters"),
         gib=2.0,
-        variables={"TRITON_INTERPRET": "1"},
+        variables=_INTERPRETED,
+    ),
+    Part(
+        "adapters_mixture",
+        "Adapters of attention and of the output projection over a mixture of experts, and over another one.",
+        ("-m", "tests.gpu_pretended.adapters", "mixture"),
+        gib=2.0,
+        variables=_INTERPRETED,
     ),
     Part(
         "colocated",
@@ -118,7 +154,7 @@ PARTS = (
         ("-m", "tests.gpu_pretended.colocated"),
         gpus=2,
         gib=1.0,
-        variables={"TRITON_INTERPRET": "1"},
+        variables=_INTERPRETED,
     ),
 )
 

@@ -31,6 +31,12 @@ def silu_and_mul(out: Tensor, x: Tensor) -> None:
     out.copy_(torch.nn.functional.silu(gate) * up)
 
 
+def vocab_parallel_embedding(out: Tensor, ids: Tensor, weight: Tensor, first: int, end: int, *_: int) -> None:
+    """_C::vocab_parallel_embedding: rows of this rank's words, from `first` to `end`, and zeros. No word was added."""
+    own = (ids >= first) & (ids < end)
+    out.copy_(weight[(ids - first).clamp(0, len(weight) - 1)] * own[:, None])
+
+
 def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor | None, size: int, table: Tensor, is_neox: bool) -> None:
     """_C::rotary_embedding, of whole heads whose halves are turned."""
     assert is_neox
@@ -139,6 +145,7 @@ COMPUTED: Mapping[str, Callable[..., Any]] = {
     "_C::fused_add_rms_norm": fused_add_rms_norm,
     "_C::silu_and_mul": silu_and_mul,
     "_C::rotary_embedding": rotary_embedding,
+    "_C::vocab_parallel_embedding": vocab_parallel_embedding,
     "vllm::lora_shrink": lora_shrink,
     "vllm::lora_expand": lora_expand,
     "vllm::unified_kv_cache_update": kv_cache_update,

@@ -19,6 +19,7 @@ from rl.losses import get_loss
 from rl.tiny_models import critic_batch, tiny_critic, tiny_llama, tiny_mistral, tiny_qwen3
 from rl.types import AdamParams
 from tests.trainer.cpu_streams import build_on_cpu, install
+from tests.trainer.ranks import script
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
@@ -38,7 +39,8 @@ FAST = {"gradients"}
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_the_package()
-    install(monkeypatch.setattr)
+    if not torch.cuda.is_available():
+        install(monkeypatch.setattr)
 
 
 def skip_without_the_package() -> None:
@@ -165,9 +167,10 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     directory = tmp_path_factory.mktemp(request.param)
     model = MODELS[request.param](directory / "model")
     config = config_of(model, max_tokens_per_microbatch=50, data_parallel_shard=2, activation_checkpointing="full")
-    many = run_layout(layout_script, build_on_cpu, config, directory / "many")
-    other = run_layout(layout_script, load_engine, replace(config, engine="fsdp2"), directory / "fsdp2")
-    return LayoutResults(config, many, other, directory / "many", build_on_cpu)
+    build, of_ranks = (load_engine, script) if torch.cuda.is_available() else (build_on_cpu, layout_script)
+    many = run_layout(of_ranks, build, config, directory / "many")
+    other = run_layout(of_ranks, load_engine, replace(config, engine="fsdp2"), directory / "fsdp2")
+    return LayoutResults(config, many, other, directory / "many", build)
 
 
 @pytest.mark.slow
