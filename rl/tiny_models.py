@@ -43,12 +43,7 @@ TINY_SHAPE: dict[str, Any] = {
     "pad_token_id": None,  # transformers gives the embedding of a padding token no gradient
 }
 """The shape of every model made here, by the names of `config.json`."""
-SERVABLE: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "head_dim": 32,
-    "initializer_range": 0.1,
-}
+SERVABLE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "initializer_range": 0.1}
 """Options with which vLLM can serve a tiny model on the CPU; its kernels need heads of at least 32 dimensions."""
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.checks import check_known, see_working_directory
+from rl.system.hardware import describe_software
 
 FAILED = 1
 """The command ran and failed."""
@@ -55,6 +56,9 @@ def run_command(arguments: Sequence[str]) -> int:
             raise ValueError("COMMAND is missing; see ownloop --help")
         if arguments[0] in HELP:
             print(_help())
+            return 0
+        if arguments[0] == "--version":
+            print(describe_software().replace(", ", "\n"))
             return 0
         return parse_command(arguments).run()
     except CommandEndedError as ended:
@@ -116,7 +120,7 @@ def _help() -> str:
         (
             "usage: ownloop COMMAND ...\n\nRL post-training on hardware you own.\n\ncommands:",
             *(f"  {name:<{width}}  {_summary(commands[name])}" for name in names),
-            "\n`ownloop COMMAND --help` lists the arguments of a command.",
+            "\n`ownloop COMMAND --help` lists the arguments of a command, `ownloop --version` what is installed.",
         )
     )
 

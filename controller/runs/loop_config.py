@@ -84,13 +84,13 @@ class LoopConfig:
         check_at_least(
             1,
             num_steps=self.num_steps,
-            num_eval=self.num_eval,
             evaluate_every=self.evaluate_every,
             keep_checkpoints=self.keep_checkpoints,
         )
         check_at_least(
             0, checkpoint_every=self.checkpoint_every, warmup_steps=self.warmup_steps, max_restarts=self.max_restarts
         )
+        check_between(1, 100_000, num_eval=self.num_eval)  # all are made and kept before the first step
         check_above_zero(restart_window_minutes=self.restart_window_minutes)
         check_between(0, MAX_RUN_SEED, seed=self.seed)  # the seeds of rollouts follow from it
         check_loggers(self.log)
@@ -135,7 +135,8 @@ class HeldOut:
         """Raises ValueError naming the field, the value and what is accepted."""
         check_types(self)
         require_env(self.env)
-        check_at_least(1, **{"HeldOut.num_eval": self.num_eval, "HeldOut.samples": self.samples})
+        check_between(1, 100_000, **{"HeldOut.num_eval": self.num_eval})
+        check_at_least(1, **{"HeldOut.samples": self.samples})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,12 +61,16 @@ def train_stream(
 def eval_set(make: Callable[[int], P], count: int, *, split_by: Callable[[P], str] = _id) -> list[P]:
     """The first `count` distinct held-out problems. Raises ValueError if the environment has fewer."""
     found: dict[str, P] = {}
+    last_new = 0
     for attempt in range(count * 100):  # draws repeat, the more so the fewer distinct problems there are
         # The key decides which problems are drawn: another word would change every evaluation.
         problem = _first(make, f"heldout/{attempt}", split_by, for_eval=True)
+        last_new = last_new if problem.id in found else attempt
         found.setdefault(problem.id, problem)
         if len(found) == count:
             return list(found.values())
+        if attempt - last_new > 10_000 + 100 * len(found):  # there is none left to be drawn
+            break
     raise ValueError(f"num_eval is {count}, but the environment has only about {len(found)} distinct held-out problems")
 
 

