@@ -21,7 +21,7 @@ from controller.planning.memory import (
 from controller.planning.search import Layout, check_layout, find_layouts, fits_with_versions
 from controller.planning.sizes import ModelSize
 from controller.planning.times import StepTime, Work, step_time
-from rl.checks import check_known
+from rl.checks import check_at_least, check_known
 from rl.system.hf_config import find_family, read_config
 from trainer.config import LayoutConfig
 from trainer.engines.titan.layout_check import parse_shape
@@ -49,6 +49,13 @@ class Plan(TakesFields):
     """Rank the layouts on so many GPUs."""
     gpus_per_host: int = 8
     """Tensor parallelism stays within a host."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the option, the value and what is accepted."""
+        given = {"--completion-tokens": self.completion_tokens, "--search": self.search}
+        check_at_least(1, **{name: value for name, value in given.items() if value is not None})
+        check_at_least(1, **{"--prompt-tokens": self.prompt_tokens, "--gpus-per-host": self.gpus_per_host})
+        check_at_least(0, **{"--price": self.price or 0})
 
     def run(self) -> int:
         """Prints the plan. Returns 1 if the run does not fit."""

@@ -254,6 +254,19 @@ def test_the_command_says_if_it_fits_and_refuses_as_engines_do(
     assert "assumed: 25% of the matrix rate" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("value", ["0", "-5"])
+@pytest.mark.parametrize("option", ["search", "completion-tokens", "prompt-tokens", "gpus-per-host"])
+def test_a_number_of_nothing_is_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["plan", "grpo_qwen3_gpu", f"--{option}", value]) == 2
+    assert f"error: --{option} is {value}; it must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("price", ["-1", "nan"])
+def test_a_price_below_nothing_is_refused(price: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["plan", "grpo_qwen3_gpu", "--price", price]) == 2
+    assert "error: --price is" in capsys.readouterr().err
+
+
 def test_a_model_that_no_host_serves_is_refused(tmp_path: Path) -> None:
     size = size_of(write_qwen3(tmp_path / "model", "8B"))
     work = Work(num_prompts=1, group_size=8, prompt_tokens=1, completion_tokens=1)
