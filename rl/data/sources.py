@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 import numpy as np
 
 from rl.advantages import gather_scored
-from rl.checks import check_known
-from rl.data.rows import content_id, numpy_order, prompt_fault, read_rows, split, stream, text_fault, without_held_out
+from rl.checks import check_known, prompt_fault, text_fault
+from rl.data.rows import content_id, numpy_order, read_rows, split, stream, without_held_out
 from rl.images import images_of
 from rl.protocols import Env, Problem, Prompt, Trainer
 from rl.rollouts.evaluation import Measurement

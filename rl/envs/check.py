@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from rl.data.rows import prompt_fault
+from rl.checks import prompt_fault
 from rl.protocols import Done, Env, Observation, Prompt
 from rl.rollouts.episodes import checked_reward
 from rl.rollouts.guard import EnvironmentFailedError, call_environment, missing_of, time_limit_of

@@ -9,34 +9,38 @@ true passes them. Output and an early exit earn nothing.
 
 import re
 import secrets
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, get_args
 
-from rl.checks import check_at_least, check_known
+from rl.checks import check_at_least, check_known, check_types
 from rl.data.rows import content_id, load_table, python_order, split, stream, without_held_out
 from rl.envs.sandbox import Sandbox, find_way, run_python
 from rl.protocols import Done, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
 from rl.types import Answer
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
-# Fails as a whole if the code does. The count stands between two marks, so that no other output is taken for it; code
-# that searched the interpreter's stack could find the mark, as it could find the tests.
+_BLOCK = re.compile(r"(```+|~~~+)[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)\1", re.DOTALL)
+_PYTHON = ("python", "python3", "py", "py3")
+# Fails as a whole if the code does. Its names are local, so that the code replaces none. The count stands between two
+# marks, so that no other output is taken for it; code that searched the interpreter's stack could find the mark, as it
+# could find the tests.
 _PROGRAM = """\
 import io, sys
-code, tests, mark = {parts!r}
-out, sys.stdout, space, passed = sys.stdout, io.StringIO(), {{"__name__": "answer"}}, 0
-exec(code, space)
-for test in tests:
-    try:
-        exec(test, space)
-    except BaseException:
-        continue
-    passed += 1
-out.write(mark + str(passed) + mark)
-out.flush()
+def score(code, tests, mark, run=exec, words=str, failure=BaseException):
+    out, sys.stdout, space, passed = sys.stdout, io.StringIO(), {{"__name__": "answer"}}, 0
+    run(code, space)
+    for test in tests:
+        try:
+            run(test, space)
+        except failure:
+            continue
+        passed += 1
+    out.write(mark + words(passed) + mark)
+    out.flush()
+score(*{parts!r})
 """
 
 
@@ -78,9 +82,10 @@ class CodeProblems:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted. The dataset is loaded later."""
+        check_known("CodeProblems.sandbox", self.sandbox, get_args(Sandbox))
+        check_types(self)
         if "{question}" not in self.template:
             raise ValueError(f"CodeProblems.template is {self.template!r}; it must contain {{question}}")
-        check_known("CodeProblems.sandbox", self.sandbox, get_args(Sandbox))
         check_at_least(0, **{"CodeProblems.num_shown": self.num_shown})
         check_at_least(0.1, **{"CodeProblems.time_limit_s": self.time_limit_s})
 
@@ -130,19 +135,29 @@ class CodeProblem:
         return self
 
     async def reply(self, completion: str) -> Done:
-        """Runs the last block of code of the answer with the tests, and ends the episode."""
-        blocks = _BLOCK.findall(Answer.read(completion).content)
+        """Runs the last block of Python of the answer with the tests, and ends the episode."""
+        code = python_of(Answer.read(completion).content)
         passed, mark = 0, secrets.token_hex(16)
-        if blocks:
-            parts = (f"{self.setup}\n{blocks[-1]}", self.tests, mark)
+        if code:
+            parts = (f"{self.setup}\n{code}", self.tests, mark)
             result = await run_python(
                 _PROGRAM.format(parts=parts), sandbox=self.sandbox, time_limit_s=self.time_limit_s
             )
             _, *counts = result.output.split(mark)
             passed = int(counts[0]) if result.ok and len(counts) == 2 else 0
         part = passed / len(self.tests)
-        metrics = {"code_found": float(bool(blocks)), "tests_passed": part}
+        metrics = {"code_found": float(bool(code)), "tests_passed": part}
         return Done(reward=part if self.partial_credit else float(passed == len(self.tests)), metrics=metrics)
+
+
+def python_of(text: str) -> str:
+    """The last block of a text that is called Python, or else the last without a name; empty if there is none.
+
+    A block may be indented, as in a list.
+    """
+    blocks = [(name.lower(), code) for _, name, code in _BLOCK.findall(text.replace("\r\n", "\n"))]
+    found = [code for name, code in blocks if name in _PYTHON] or [code for name, code in blocks if not name]
+    return textwrap.dedent(found[-1]) if found else ""
 
 
 @lru_cache(maxsize=8)  # a loop asks for problems at every step
@@ -165,7 +180,11 @@ def _problems(env: CodeProblems, name: str) -> list[CodeProblem]:
     """The problems of a split, without duplicates."""
     field = "CodeProblems.dataset"
     table = load_table(env.dataset, split=name, subset=env.subset, revision=env.revision, field=field)
-    columns = {each: column for each in ("question", "tests", "setup", "solution") if (column := getattr(env, each))}
+    columns = {
+        each: column
+        for each in ("question", "tests", "setup", "solution")
+        if (column := getattr(env, each)) or each in ("question", "tests")
+    }
     missing = [column for column in columns.values() if column not in table.column_names]
     if missing:
         raise ValueError(

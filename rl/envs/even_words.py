@@ -10,7 +10,7 @@ import functools
 import random
 from dataclasses import dataclass
 
-from rl.checks import check_at_least
+from rl.checks import check_at_least, check_types
 from rl.envs.procedural import TextProblem, eval_set, train_stream
 
 _NUM_WORDS = 64  # w0 to w63, the vocabulary of rl.tiny_models; importing it from there would import transformers
@@ -67,6 +67,7 @@ class NumberWords:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
+        check_types(self)
         check_at_least(1, **{"the number of entries in NumberWords.num_digits": len(self.num_digits)})
         for digits in self.num_digits:
             if not 1 <= digits <= 6:

@@ -8,7 +8,7 @@ import random
 import re
 from dataclasses import dataclass
 
-from rl.checks import check_at_least
+from rl.checks import check_at_least, check_types
 from rl.envs.procedural import eval_set, train_stream
 from rl.protocols import Done, Observation, Reply
 from rl.types import Answer
@@ -28,6 +28,7 @@ class GuessNumber:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
+        check_types(self)
         check_at_least(2, **{"GuessNumber.span": self.span})
         if not 1 <= self.max_turns <= 5:
             raise ValueError(f"GuessNumber.max_turns is {self.max_turns}; it must be between 1 and 5")

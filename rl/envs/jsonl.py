@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.data.rows import content_id, no_fault, prompt_fault, python_order, read_rows, split, stream
+from rl.checks import check_types, prompt_fault
+from rl.data.rows import content_id, no_fault, python_order, read_rows, split, stream
 from rl.protocols import Done, Prompt
 
 
@@ -39,6 +40,9 @@ class JsonlReward:
 
     def __post_init__(self) -> None:
         """Reads the file. Raises ValueError for a bad row, naming file and line, and if the function is not found."""
+        if isinstance(self.file, str):  # pyright: ignore[reportUnnecessaryIsInstance] - recipes may name it so
+            object.__setattr__(self, "file", Path(self.file))
+        check_types(self)
         self._reward_function()
         _read.cache_clear()  # the file may have changed since another environment read it
         train_rows, eval_rows = self._split()

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from rl.checks import check_above_zero, check_at_least
+from rl.checks import check_above_zero, check_at_least, check_types
 from rl.protocols import Done, Env, Episode, Problem, Prompt, Reply
-from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, call_environment, time_limit_of, waiting
+from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, call_environment, require_env, time_limit_of, waiting
 from rl.rollouts.rendering import prompt_text
 from rl.types import Answer
 
@@ -115,6 +115,7 @@ class Judge:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
+        check_types(self)
         for name in ("{prompt}", "{answer}"):
             if name not in self.template:
                 raise ValueError(f"Judge.template is {self.template!r:.80}; it must contain {name}")
@@ -166,6 +167,12 @@ class JudgedEnv:
 
     env: Env
     judge: AnyJudge
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is no environment, or no judge."""
+        require_env(self.env)
+        if not callable(getattr(self.judge, "rate", None)):
+            raise ValueError(f"JudgedEnv.judge is {self.judge!r:.200}; it must be a Judge or a RewardModel")
 
     @property
     def name(self) -> str:

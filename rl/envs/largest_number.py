@@ -8,6 +8,7 @@ import functools
 import random
 from dataclasses import dataclass
 
+from rl.checks import check_types
 from rl.envs.procedural import TextProblem, eval_set, train_stream
 
 
@@ -24,6 +25,7 @@ class LargestNumber:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
+        check_types(self)
         if not 2 <= self.count <= 20:
             raise ValueError(f"LargestNumber.count is {self.count}; it must be between 2 and 20")
         if not 0 <= self.low <= self.high - self.count:

@@ -20,7 +20,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal, get_args
 
-from rl.checks import check_at_least, check_known
+from rl.checks import check_at_least, check_known, check_types
 from rl.data.rows import content_id, python_order, read_columns, split, stream, without_held_out
 from rl.envs.math_answers import WAITING_FACTOR, is_one_answer, last_boxes, math_comparer, plain
 from rl.protocols import Done, Prompt
@@ -74,9 +74,10 @@ class MathProblems:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted. The dataset is loaded later."""
+        check_known("MathProblems.answer_form", self.answer_form, get_args(AnswerForm))
+        check_types(self)
         if "{question}" not in self.template:
             raise ValueError(f"MathProblems.template is {self.template!r}; it must contain {{question}}")
-        check_known("MathProblems.answer_form", self.answer_form, get_args(AnswerForm))
         check_at_least(0.1, **{"MathProblems.comparison_time_limit_s": self.comparison_time_limit_s})
 
     @property

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from rl.checks import check_types
+
 if TYPE_CHECKING:
     from mcp import ClientSession
     from mcp import Tool as MCPTool
@@ -36,6 +38,7 @@ class MCPServer:
 
     def __post_init__(self) -> None:
         """Raises ValueError if there is no such program."""
+        check_types(self)
         if not self.command or shutil.which(self.command[0]) is None:
             raise ValueError(f"MCPServer.command is {self.command}; it must begin with a program that can be run")
 

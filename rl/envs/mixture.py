@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.checks import check_types
 from rl.data.rows import hashed_number
 from rl.protocols import Done, Env, Episode, Problem, Prompt, Reply, best_reward_of
 from rl.rollouts.guard import require_env, time_limit_of
@@ -57,6 +58,7 @@ class Ramp:
 
     def __post_init__(self) -> None:
         """Raises ValueError unless the numbers rise."""
+        check_types(self)
         if not self.points or any(first[0] >= second[0] for first, second in pairwise(self.points)):
             raise ValueError(f"Ramp.points is {self.points}; it needs at least one, with rising numbers")
 

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass
 from typing import get_args
 
-from rl.checks import check_at_least, check_known
+from rl.checks import check_at_least, check_known, check_types
 from rl.envs.procedural import eval_set, train_stream
 from rl.envs.sandbox import Sandbox, find_way, run_python
 from rl.protocols import Done, Observation, Reply
@@ -34,11 +34,12 @@ class PythonArithmetic:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
+        check_known("PythonArithmetic.sandbox", self.sandbox, get_args(Sandbox))
+        check_types(self)
         if not 1 <= self.num_digits <= 9:
             raise ValueError(f"PythonArithmetic.num_digits is {self.num_digits}; it must be between 1 and 9")
         check_at_least(1, **{"PythonArithmetic.max_turns": self.max_turns})
         check_at_least(0.1, **{"PythonArithmetic.time_limit_s": self.time_limit_s})
-        check_known("PythonArithmetic.sandbox", self.sandbox, get_args(Sandbox))
 
     @property
     def name(self) -> str:

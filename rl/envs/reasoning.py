@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from rl.checks import check_known
+from rl.checks import check_known, check_types
 from rl.envs.procedural import Options, TextProblem, eval_set, train_stream
 from rl.protocols import Prompt
 
@@ -44,9 +44,10 @@ class ReasoningGym:
 
     def __post_init__(self) -> None:
         """Raises ValueError for an unknown task or option, naming the nearest, or a template without `{question}`."""
+        check_known("ReasoningGym.task", self.task, _tasks())
+        check_types(self)
         if "{question}" not in self.template:
             raise ValueError(f"ReasoningGym.template is {self.template!r}; it must contain {{question}}")
-        check_known("ReasoningGym.task", self.task, _tasks())
         options = [f.name for f in fields(_tasks()[self.task][1])]
         for name in self.params:
             check_known(f"an option of {self.task} in ReasoningGym.params", name, options)

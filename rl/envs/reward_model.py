@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rl.checks import check_above_zero, check_known
+from rl.checks import check_above_zero, check_known, check_types
 from rl.envs.judged import Judgement
 from rl.protocols import Prompt
 from rl.rollouts.rendering import Renderer
@@ -42,6 +42,7 @@ class RewardModel:
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         check_known("RewardModel.dtype", self.dtype, get_args(Dtype))
+        check_types(self)
         check_above_zero(**{"RewardModel.time_limit_s": self.time_limit_s})
 
     def check(self) -> None:

@@ -26,11 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
-from rl.checks import check_above_zero, check_at_least, check_known
-from rl.data.rows import are_parts
+from rl.checks import are_parts, check_above_zero, check_at_least, check_known, check_types
 from rl.envs.mcp_server import MCPServer, Tool
 from rl.protocols import Done, Env, Episode, Observation, Problem, Prompt, Reply, best_reward_of
-from rl.rollouts.guard import EnvironmentFailedError, call_environment, time_limit_of, words_of
+from rl.rollouts.guard import EnvironmentFailedError, call_environment, require_env, time_limit_of, words_of
 from rl.types import Answer
 
 ShowTools = Literal["template", "system"]
@@ -93,6 +92,8 @@ class ToolEnv:
         """Raises ValueError naming the field, the value and what is accepted."""
         check_known("ToolEnv.tool_format", self.tool_format, get_args(ToolFormat))
         check_known("ToolEnv.show_tools", self.show_tools, get_args(ShowTools))
+        check_types(self)
+        require_env(self.env)
         if self.show_tools == "system" and self.tool_format != "hermes":
             raise ValueError(f"ToolEnv.tool_format is {self.tool_format!r}; show_tools 'system' needs 'hermes'")
         check_at_least(1, **{"ToolEnv.max_turns": self.max_turns, "the number of ToolEnv.tools": len(self.tools)})

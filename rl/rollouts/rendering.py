@@ -10,13 +10,14 @@ is encoded as the characters that it is written with.
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+from rl.checks import prompt_fault, surrogate_fault
 from rl.images import PlacedImage, TokensWithImages, images_of
 from rl.protocols import Problem, Prompt
 from rl.rollouts.tokenizer import TextEncoder, load_tokenizer
@@ -272,6 +273,8 @@ class Renderer:
             raise ValueError("the prompt is a chat, but the model has no chat template; give the prompt as one string")
         hidden: dict[str, str] = {}
         used = _as_json([chat, tools])
+        if fault := surrogate_fault(used) if chat else "has no message":
+            raise ValueError(f"a chat {fault}")
         trusted = [message["role"] in _TRUSTED_ROLES for message in chat]
         messages = [
             dict(message) if trust else self._text.hide(message, hidden, used)
@@ -279,14 +282,17 @@ class Renderer:
         ]
         more = {"tools": self._text.hide([*tools], hidden, used)} if tools else {}
         prefilled = opened and chat[-1]["role"] == "assistant"  # the model continues this message
-        text: str = self._tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=opened and not prefilled,
-            continue_final_message=prefilled,
-            strftime_now=self._date.strftime,
-            **more,
-        )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=opened and not prefilled,
+                continue_final_message=prefilled,
+                strftime_now=self._date.strftime,
+                **more,
+            )
+        except Exception as error:  # templates raise anything
+            raise ValueError(f"the chat template of {self._model} refuses this chat: {error}") from error
         return _Rendered(text, hidden)
 
     def _encode(self, rendered: _Rendered) -> tuple[int, ...]:
@@ -294,7 +300,14 @@ class Renderer:
 
 
 def _messages(chat: Prompt) -> list[Message]:
-    return [dict(message) for message in chat if not isinstance(message, str)]
+    """The messages of a chat. Raises ValueError for what is none, and for parts that are neither text nor image."""
+    messages = (
+        [dict(each) if isinstance(each, Mapping) else each for each in chat] if isinstance(chat, Iterable) else []
+    )
+    checked = [each for each in messages if not (isinstance(each, dict) and each.get("tool_calls"))]  # need no content
+    if (checked or not isinstance(chat, Iterable)) and (fault := prompt_fault(checked or chat)):
+        raise ValueError(f"a chat {fault}")
+    return cast("list[Message]", messages)
 
 
 def _without_images(chat: Sequence[Message]) -> tuple[list[Message], list[Any]]:

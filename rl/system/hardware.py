@@ -11,7 +11,6 @@ import os
 import platform
 import resource
 import sys
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -231,20 +230,6 @@ def sees_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def describe_host(cpuinfo: Path = Path("/proc/cpuinfo"), gpus: Path = Path("/proc/driver/nvidia/gpus")) -> str:
-    """GPUs, processor, cores and memory in one line. Loads no library; GPUs are found by NVIDIA's driver."""
-    fields = [line.partition(":") for line in cpuinfo.read_text().splitlines()] if cpuinfo.is_file() else []
-    processor = next((value.strip() for name, _, value in fields if name.strip() == "model name"), os.uname().machine)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    models: list[str] = []
-    for file in sorted(gpus.glob("*/information")):
-        models += [
-            line.partition(":")[2].strip() for line in file.read_text().splitlines() if line.startswith("Model:")
-        ]
-    parts = [f"{count} x {model}" for model, count in Counter(models).items()]
-    return ", ".join([*parts, processor, f"{os.cpu_count()} cores", f"{memory / 2**30:.1f} GiB of memory"])
 
 
 def describe_software() -> str:

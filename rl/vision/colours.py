@@ -14,6 +14,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
+from rl.checks import check_types
 from rl.envs.procedural import TextProblem, eval_set, train_stream
 from rl.system.disk import cache_directory
 
@@ -41,6 +42,7 @@ class GuessColour:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
+        check_types(self)
         if not 2 <= self.num_colours <= len(COLOURS):
             raise ValueError(f"GuessColour.num_colours is {self.num_colours}; it must be from 2 to {len(COLOURS)}")
 

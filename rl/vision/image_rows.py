@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl.checks import check_types
 from rl.data.rows import load_table, python_order, split, stream
 from rl.envs.procedural import TextProblem
 from rl.vision.qwen_images import file_bytes
@@ -44,6 +45,7 @@ class ImageRows:
 
     def __post_init__(self) -> None:
         """Reads the data set. Raises ValueError naming the field, the value and what is accepted."""
+        check_types(self)
         if bool(self.question) == bool(self.question_column):
             raise ValueError(
                 f"ImageRows.question is {self.question!r} and question_column {self.question_column!r}; one of them "

@@ -11,8 +11,10 @@
 import contextlib
 import json
 import math
+import os
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
@@ -31,8 +33,8 @@ from controller.runs.report.samples import (
 )
 from controller.runs.report.warnings_in_words import warnings_of
 from rl.system.disk import RecordingError, read_json, to_json, write_json, write_whole
-from rl.system.hardware import describe_host, describe_software, hand_back_garbage
-from rl.system.timeline import CONTROLLER, TIMELINE, Timeline, read_timeline
+from rl.system.hardware import describe_software, hand_back_garbage
+from rl.system.timeline import CONTROLLER, TIMELINE, Timeline
 from rl.types import Datum, ForwardBackwardOutput
 
 REPORT = "report.html"
@@ -309,3 +311,39 @@ class ReportWriter:
         took = self._thread_time() - started
         # a page that took long is due later
         self._page_due_at = self._monotonic() + max(_SECONDS_BETWEEN, took / _LARGEST_SHARE)
+
+
+def describe_host(cpuinfo: Path = Path("/proc/cpuinfo"), gpus: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+    """GPUs, processor, cores and memory in one line. Loads no library; GPUs are found by NVIDIA's driver."""
+    fields = [line.partition(":") for line in cpuinfo.read_text().splitlines()] if cpuinfo.is_file() else []
+    processor = next((value.strip() for name, _, value in fields if name.strip() == "model name"), os.uname().machine)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    models: list[str] = []
+    for file in sorted(gpus.glob("*/information")):
+        models += [
+            line.partition(":")[2].strip() for line in file.read_text().splitlines() if line.startswith("Model:")
+        ]
+    parts = [f"{count} x {model}" for model, count in Counter(models).items()]
+    return ", ".join([*parts, processor, f"{os.cpu_count()} cores", f"{memory / 2**30:.1f} GiB of memory"])
+
+
+def read_timeline(file: Path, max_bytes: int = 1 << 20) -> list[tuple[str, str, int, float, float]]:
+    """(process, name, lane, begin, end) of the latest spans, in seconds since 1970, in the order in which they ended.
+
+    Reads the last `max_bytes` of the file, which by default hold some 8000 spans. There are none without a file, or in
+    a damaged one.
+    """
+    try:
+        with file.open("rb") as stream:
+            start = max(0, stream.seek(0, os.SEEK_END) - max_bytes)
+            stream.seek(start)
+            tail = stream.read()
+        events: list[dict[str, Any]] = json.loads(tail if start == 0 else b"[" + tail[tail.index(b"\n") :])
+    except (OSError, ValueError):
+        return []
+    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    return [
+        (names[event["pid"]], event["name"], event["tid"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+        for event in events
+        if event["ph"] == "X" and event["pid"] in names
+    ]

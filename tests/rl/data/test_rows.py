@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.data.rows import no_fault, prompt_fault, read_rows, text_fault
+from rl.checks import prompt_fault, text_fault
+from rl.data.rows import no_fault, read_rows
 
 
 def test_rows_are_read_in_order_and_empty_lines_skipped(tmp_path: Path) -> None:

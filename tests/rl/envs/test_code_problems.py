@@ -13,7 +13,7 @@ import pytest
 
 from configs import code_qwen3_5_gpu
 from rl.envs.check import check_env
-from rl.envs.code_problems import CodeProblem, CodeProblems
+from rl.envs.code_problems import CodeProblem, CodeProblems, python_of
 from rl.protocols import Done
 
 pytestmark = pytest.mark.seconds
@@ -68,6 +68,39 @@ def test_code_earns_what_its_tests_say(code: str, passed: float) -> None:
     completion = f"First I thought of\n```python\npass\n```\nbut:\n```python\n{code}\n```\n"
     assert _scored(completion) == (float(passed == 1), {"code_found": 1.0, "tests_passed": passed})
     assert _scored(completion, partial_credit=True)[0] == passed
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import builtins\nbuiltins.exec = lambda *arguments: None",
+        "import builtins\nbuiltins.str = lambda number: '2'",
+        "import sys\nsys._getframe(1).f_globals['passed'] = 2",
+        "import builtins\nbuiltins.BaseException = ()",
+    ],
+)
+def test_code_that_replaces_what_counts_the_tests_earns_nothing(code: str) -> None:
+    assert _scored(f"```python\n{code}\ndef add(a, b):\n    return None\n```", partial_credit=True)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("```bash\npip install x\n```\nand then\n```python\nx = 1\n```\nDone.", "x = 1\n"),
+        ("```python\nx = 1\n```\nprints\n```\n1\n```", "x = 1\n"),
+        ("```\nx = 1\n```\n```bash\nls\n```", "x = 1\n"),
+        ("```python\nx = 0\n```\n```python\nx = 1\n```", "x = 1\n"),
+        ("1. First\n   ```Python\n   x = 1\n   ```", "x = 1\n"),
+        ("~~~python3\r\nx = 1\r\n~~~", "x = 1\n"),
+        ('```py title="a.py"\nx = 1\n```', "x = 1\n"),
+        ("````python\nx = '```'\n````", "x = '```'\n"),
+        ("```python\nx = 1", ""),
+        ("```json\n{}\n```", ""),
+        ("x = 1", ""),
+    ],
+)
+def test_the_last_block_of_python_is_the_answer(text: str, code: str) -> None:
+    assert python_of(text) == code
 
 
 def test_no_code_and_endless_code_earn_nothing() -> None:

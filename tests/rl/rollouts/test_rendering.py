@@ -144,3 +144,41 @@ def test_a_template_unfit_for_turns_ends_the_step(tmp_path: Path) -> None:
     group = rollout_group(generator, Renderer(model), Asking(chat=True), SamplingParams(max_tokens=8), 1)
     with pytest.raises(ChatTemplateError, match="upper and lower case"):
         asyncio.run(group)
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([], "a chat has no message"),
+        (None, "a chat is None; text, or messages"),
+        (5, "a chat is 5; text, or messages"),
+        (["hi"], "a chat holds 'hi'; each message needs 'role' and 'content'"),
+        ({"role": "user", "content": "hi"}, "a chat holds 'role'; each message"),
+        ([{"content": "hi"}], "a chat holds .*; each message needs 'role'"),
+        ([{"role": "user", "content": None}], "each message needs 'role' and 'content', both text"),
+        ([{"role": "user", "content": ["hi"]}], "each message needs 'role' and 'content', both text, or parts with im"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "or parts with images"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "or parts with images"),
+        ([{"role": "user", "content": [{"type": "video", "video": "x"}]}], "or parts with images"),
+        ([{"role": "user", "content": "a\ud800"}], "a chat holds the lone surrogate"),
+    ],
+)
+def test_what_is_no_chat_is_named(renderer: Renderer, chat: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        renderer.encode(chat)
+
+
+def test_a_call_needs_no_content(renderer: Renderer) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    user = {"role": "user", "content": "w5"}
+    assert renderer.encode([user, call, user]) == renderer.encode([user, {**call, "tool_calls": []}, user])
+
+
+def test_a_chat_that_the_template_refuses_names_the_model(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    template = "{{ raise_exception('System role not supported') }}"
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match=f"template of {tmp_path} refuses this chat: System role not supported"):
+        Renderer(model).encode([{"role": "system", "content": "w5"}])

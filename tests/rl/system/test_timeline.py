@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from controller.runs.report.page import read_timeline
 from rl.algorithms.metrics import PhaseClock
-from rl.system.timeline import Timeline, collect_gauges, gauge, read_timeline, span
+from rl.system.timeline import Timeline, collect_gauges, gauge, span
 
 
 def _events(file: Path) -> list[dict[str, Any]]:

@@ -19,8 +19,8 @@ from transformers.image_utils import load_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from generator.config import GeneratorConfig, check_request
+from rl.checks import prompt_fault
 from rl.data.batching import validate_batch
-from rl.data.rows import prompt_fault
 from rl.data.sources import JsonlExamples, examples_to_data
 from rl.envs.tools import ToolEnv
 from rl.images import images_of
