@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import json
 import math
+import sys
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -97,7 +98,7 @@ class ModelFamily:
 def find_family(config: Mapping[str, Any]) -> ModelFamily | None:
     """The row of the first architecture that a `config.json` names; None for an architecture of the core."""
     named: list[str] = config.get("architectures") or [""]
-    return next((family for family in _families() if named[0] in family.architectures), None)
+    return next((family for family in _families(tuple(sys.path)) if named[0] in family.architectures), None)
 
 
 def vision_of(config: Mapping[str, Any]) -> VisionParts | None:
@@ -114,12 +115,11 @@ def renamed(name: str, beginnings: Mapping[str, str]) -> str:
 
 def proven_architectures() -> tuple[str, ...]:
     """The architectures of the core and of installed optional parts, sorted."""
-    further = (name for family in _families() for name in family.architectures)
-    return tuple(sorted({*PROVEN_ARCHITECTURES, *further}))
+    return tuple(sorted({*PROVEN_ARCHITECTURES, *(n for f in _families(tuple(sys.path)) for n in f.architectures)}))
 
 
-@functools.cache  # the search of all packages takes 40 ms, and a plan asks a thousand times
-def _families() -> tuple[ModelFamily, ...]:
+@functools.cache  # the search of all packages on the path takes 40 ms, and a plan asks a thousand times
+def _families(_path: tuple[str, ...]) -> tuple[ModelFamily, ...]:
     families = {entry_point: entry_point.load() for entry_point in entry_points(group=_FAMILIES)}
     for entry_point, family in families.items():
         if not isinstance(family, ModelFamily):

@@ -173,8 +173,7 @@ def test_a_prompt_that_cannot_be_rendered_is_named(tmp_path: Path, prompt: Any, 
         check_prompts_fit(Renderer(model), [problem], GeneratorConfig(max_model_len=32), SamplingParams(max_tokens=2))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.001])
-def test_rollouts_that_are_not_sampled_are_refused(temperature: float) -> None:
-    with pytest.raises(ValueError, match=rf"sampling\.temperature is {temperature}; training rollouts need"):
-        check_sampled_distribution(SamplingParams(max_tokens=4, temperature=temperature))
+def test_rollouts_that_are_not_sampled_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"sampling\.temperature is 0\.0; training rollouts need"):
+        check_sampled_distribution(SamplingParams(max_tokens=4, temperature=0.0))
     check_sampled_distribution(SamplingParams(max_tokens=4, temperature=0.7, top_p=0.9))
