@@ -231,12 +231,7 @@ def clip_cov(
 
 
 def kl_cov(
-    logprobs: Tensor,
-    entropy: Tensor | None,
-    inputs: LossInputs,
-    *,
-    selected_fraction: float = 2e-3,
-    beta: float = 1.0,
+    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, *, selected_fraction: float = 2e-3, beta: float = 1.0
 ) -> tuple[Tensor, Metrics]:
     """-sum w (r A - s beta |p - q|), where s = 1 for the tokens with the largest covariance of log-prob and A.
 

@@ -88,7 +88,7 @@ class NetworkSender:
         self._publisher = f"{host_identity()}/{os.getpid()}"
         # Rank 0's: its last pushes, and which buffers are in the index, which keeps as many entries.
         self._published: VersionRecord | None = None
-        self._hosts: Sequence[ReceivingHost] = ()
+        self._hosts: Sequence[ReceivingHost] = ()  # of the last push
         self._have_last: frozenset[str] = frozenset()  # the processes that received all of the last push
         self._shards = OwnShards()
         self._announced: deque[frozenset[tuple[str, BufferLocation]]] = deque(maxlen=LIVING_VERSIONS)
@@ -107,6 +107,7 @@ class NetworkSender:
         await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
         before = {} if self._published is None else self._published.location
         push = _Push(record, before, self._index.get_store, self._publisher, self._reader_timeout_s, self._have_last)
+        push.trusted = self._hosts if self._have_last == frozenset(host.process for host in self._hosts) else ()
         self._have_last = frozenset()
         while (route := await on_rank_0(push.next_route)) is not None:
             try:
@@ -179,7 +180,10 @@ class _Push:
     reader_timeout_s: float
     have_last: frozenset[str]
     """The receiving processes that have the version that every rank sent last."""
+    trusted: Sequence[ReceivingHost] = ()
+    """All hosts, if the directory has not changed: they begin while it is read, which takes longer than to begin."""
     hosts: Sequence[ReceivingHost] = ()
+    _listing: "asyncio.Task[None] | None" = None
     _id: str = ""
     _chain: Sequence[ReceivingHost] = ()
     _num_transfers: int = 0
@@ -192,9 +196,7 @@ class _Push:
     def lost(self) -> list[str]:
         """The hosts that lack the version, and why."""
         names = {host.identity: host.name for host in self.hosts}
-        return [
-            f"{names.get(who, 'no host')}: {why}" for who, why in self._reasons.items() if who not in self._received
-        ]
+        return [f"{names.get(w, 'no host')}: {why}" for w, why in self._reasons.items() if w not in self._received]
 
     def result(self) -> tuple[VersionRecord, Received]:
         """The version's record, and what the first host received. Raises `WeightsError`."""
@@ -207,28 +209,37 @@ class _Push:
         return replace(self.record, location=locations), first
 
     async def next_route(self) -> Route | None:
-        """Where every rank sends its shards; None if no host lacks them, or none can take them.
-
-        Every host of the chain expects them by then.
-        """
+        """Where ranks send to hosts that expect it by then; None if no host lacks the version, or none can take it."""
         try:
-            self.hosts = self.hosts or await receiving_hosts(await self.get_store())
+            self._listing = self._listing or asyncio.create_task(self._list())
+            if self.trusted:  # only once, and without a doubt or a delay
+                self._chain, self.trusted = self.trusted, ()
+                if await self._begin(changes=True, limit_s=ALIVE_S):
+                    return Route(self._chain[0].links, self._id, changes=True)
+                self._refused, self._reasons = set(), {}
+            await self._listing
             while self._num_transfers < _MAX_TRANSFERS or await self._is_replaced():
                 left = [host for host in self.hosts if host.identity not in self._received.keys() | self._refused]
                 self._chain = await self._alive(left)
                 if not self._chain:
                     self._num_transfers = _MAX_TRANSFERS  # only the successor of a dead process can help
                 elif await self._begin(changes := self.have_last >= {host.process for host in self._chain}):
-                    self._num_transfers += 1
-                    self.have_last = frozenset()  # now each rank has a part of this version in its copy
                     return Route(self._chain[0].links, self._id, changes)
         except WeightsError as error:
             self._reasons[""] = str(error)
         return None
 
+    async def _list(self) -> None:
+        """Reads the directory."""
+        self.hosts = self.hosts or await receiving_hosts(await self.get_store())
+
     async def finish(self, sent: Sequence[Sent]) -> None:
         """Asks every host of the chain for its result. `sent` is what every rank has sent."""
         problem = next((each.problem for each in sent if each.problem), None)
+        try:
+            await (self._listing or self._list())
+        except WeightsError as error:
+            problem = problem or str(error)
         if problem is None:
             num_links, indices = sum(each.num_links for each in sent), range(len(self.record.manifest))
             sums = tuple(add_up(each.sums[index] for each in sent) for index in indices)
@@ -238,14 +249,15 @@ class _Push:
             # A host that fails keeps the next one waiting.
             outcomes = await _outcomes(self._chain, calls, self.get_store, limit_s, after_failure_s=ALIVE_S)
             self._succeeded(self._chain, outcomes)
-            received = zip(self._chain, outcomes, strict=True)
+            listed = {host.process for host in self.hosts}  # a process that was replaced meanwhile does not count
+            received = [each for each in zip(self._chain, outcomes, strict=True) if each[0].process in listed]
             self._received |= {host.identity: each for host, each in received if isinstance(each, Received)}
         else:
             self._reasons = {host.identity: problem for host in self._chain} | self._reasons
         if any(host.identity not in self._received for host in self._chain):
             await self._abandon()
 
-    async def _begin(self, changes: bool) -> bool:
+    async def _begin(self, changes: bool, limit_s: float | None = None) -> bool:
         """Has every host of the chain expect a transfer. Returns whether all of them do."""
         self._id = uuid.uuid4().hex
         begins: list[Awaitable[object]] = []
@@ -260,9 +272,11 @@ class _Push:
                 changes=changes,
             )
             begins.append(host.call(ReceivingProcess.begin, transfer))
-        limit_s = self.reader_timeout_s + 2 * self._idle_s
+        limit_s = limit_s or self.reader_timeout_s + 2 * self._idle_s
         ready = self._succeeded(self._chain, await _outcomes(self._chain, begins, self.get_store, limit_s))
         if len(ready) == len(self._chain):
+            self._num_transfers += 1
+            self.have_last = frozenset()  # now each rank has a part of this version in its copy
             return True
         self._refused |= {host.identity for host in self._chain if host not in ready}
         await self._abandon()
@@ -270,9 +284,7 @@ class _Push:
 
     async def _is_replaced(self) -> bool:
         """Waits for the successor of a dead receiving process, once, if no other host has the version."""
-        if self._received or self._has_waited:
-            return False
-        if len(await self._alive(self.hosts)) == len(self.hosts):
+        if self._received or self._has_waited or len(await self._alive(self.hosts)) == len(self.hosts):
             return False
         self._has_waited = True
         before = {host.process for host in self.hosts}
