@@ -18,8 +18,8 @@ Bars: an update has 1.2 times the rate of plain TCP, 0.8 times over a single lin
 hundredth of the elements costs at most 5 % of the bytes; three hosts cost the trainer's host at most 1.5 times the
 bytes of one; 16 hosts answer within 20 s; and a call to 64 ranks takes at most 64 times one to a single rank.
 
-Where both ends share two cores, the first bar is out of reach: plain TCP side by side keeps both busy for more than
-half of the time that a single connection takes, and the cast and the pull come on top.
+Where both ends share two cores, the first bar is hardly in reach: plain TCP side by side keeps both busy for half of
+the time that a single connection takes, and the cast and the pull come on top.
 """
 
 import json
