@@ -138,6 +138,8 @@ def load_table(dataset: str, *, split: str, subset: str | None, revision: str | 
                 return datasets.load_from_disk(str(path))[split]
             if (path / "state.json").exists():
                 return datasets.load_from_disk(str(path))
+            if glob.escape(full := str(path.resolve())) != full:
+                raise ValueError("`datasets` takes brackets, stars and question marks in a folder's path for a pattern")
             return datasets.load_dataset(str(path), subset, split=split)
         if path.suffix in _FILE_FORMATS:
             raise ValueError("there is no such file")
