@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rl.checks import prompt_fault, text_fault
-from rl.data.rows import no_fault, read_rows
+from rl.data.rows import no_fault, read_columns, read_rows
 
 
 def test_rows_are_read_in_order_and_empty_lines_skipped(tmp_path: Path) -> None:
@@ -47,3 +47,13 @@ def test_prompts_are_text_or_messages(prompt: object, fault: str) -> None:
 
 def test_texts_are_not_empty() -> None:
     assert [text_fault(value) for value in ("a", "", 7)] == ["", "is empty; text is needed", "is a int; text is needed"]
+
+
+def test_a_folder_whose_path_is_a_pattern_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "numbers [v1]"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"answer": "1"}\n')
+    (tmp_path / "link").symlink_to(folder)
+    for path in (folder, tmp_path / "link"):
+        with pytest.raises(ValueError, match=r"dataset is '.*', which cannot be loaded: `datasets` takes brackets"):
+            read_columns(str(path), columns=["answer"], split="train", subset=None, revision=None, field="dataset")

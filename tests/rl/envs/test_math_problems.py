@@ -363,16 +363,6 @@ def test_numbers_of_a_column_are_the_text_that_they_say(tmp_path: Path, value: A
         assert _compare(text, f"\\boxed{{{text}}}", boxed=True).right
 
 
-def test_a_folder_whose_path_is_a_pattern_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "numbers [v1]"
-    folder.mkdir()
-    pyarrow.parquet.write_table(pa.table({"answer": ["1"]}), folder / "train.parquet")
-    (tmp_path / "link").symlink_to(folder)
-    for path in (folder, tmp_path / "link"):
-        with pytest.raises(ValueError, match=r"dataset is '.*', which cannot be loaded: `datasets` takes brackets"):
-            read_columns(str(path), columns=["answer"], split="train", subset=None, revision=None, field="dataset")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
