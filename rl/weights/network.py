@@ -181,7 +181,7 @@ class _Push:
     have_last: frozenset[str]
     """The receiving processes that have the version that every rank sent last."""
     trusted: Sequence[ReceivingHost] = ()
-    """All hosts, if the directory has not changed: they begin while it is read, which takes longer than to begin."""
+    """The hosts of the last push, if all of them have it. They begin while the directory is read, which is slower."""
     hosts: Sequence[ReceivingHost] = ()
     _listing: "asyncio.Task[None] | None" = None
     _id: str = ""
@@ -212,7 +212,7 @@ class _Push:
         """Where ranks send to hosts that expect it by then; None if no host lacks the version, or none can take it."""
         try:
             self._listing = self._listing or asyncio.create_task(self._list())
-            if self.trusted:  # only once, and without a doubt or a delay
+            if self.trusted:  # once; if one of them fails or waits, the steps below take longer and say why
                 self._chain, self.trusted = self.trusted, ()
                 if await self._begin(changes=True, limit_s=ALIVE_S):
                     return Route(self._chain[0].links, self._id, changes=True)

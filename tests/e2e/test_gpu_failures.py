@@ -28,7 +28,10 @@ from tests.e2e.limited_trainer import leaves_no_memory
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 
-pytestmark = [pytest.mark.e2e, pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [
+    *(pytest.mark.e2e, pytest.mark.gpu, pytest.mark.timeout(300)),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
 
 BATCH = random_batch((128,) * 16)
 PARAMS = AdamParams(learning_rate=1e-3)

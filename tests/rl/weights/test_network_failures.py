@@ -105,6 +105,27 @@ def test_a_push_to_no_host_fails_and_the_next_one_recovers(monkeypatch: pytest.M
         assert_read("h1", first, monkeypatch)
 
 
+def test_between_pushes_a_host_may_stop_and_another_may_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FakeStore()
+    with host_processes("h1", "h2", "h3", link_timeout_s=1.0) as hosts:
+        register(store, *(host.entry for host in hosts[:2]))
+        publisher = publisher_to(store)
+        push(publisher, 1)
+        pid = hosts[1].process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr("rl.weights.network.ALIVE_S", 0.5)
+            with pytest.warns(UserWarning, match=r"version 2 did not reach every generator host.*; h2: "):
+                assert_read("h1", push(publisher, 2), monkeypatch)
+        os.kill(pid, signal.SIGCONT)
+        for version, count in ((3, 2), (4, 3)):  # the third joins when all of the others have the version before
+            register(store, *(host.entry for host in hosts[:count]))
+            record = push(publisher, version)
+            for identity in ("h1", "h2", "h3")[:count]:
+                assert_read(identity, record, monkeypatch)
+
+
 def test_a_host_that_was_given_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl.weights.network.LOOK_S", 0.05)
     store, whole = FakeStore(), ReceivingProcess(0.5)
