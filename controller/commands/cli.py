@@ -16,6 +16,8 @@ def main(arguments: list[str] | tuple[str, ...] | None = None) -> None:
 
     If the reader of the output goes away, as `head` does, the status is that of SIGPIPE and nothing is printed.
     """
+    if arguments is None:
+        sys.unraisablehook = _unraisable
     try:
         from rl.system.hardware import keep_few_arenas
 
@@ -33,6 +35,17 @@ def main(arguments: list[str] | tuple[str, ...] | None = None) -> None:
     if code > 128:
         os._exit(code)  # exit handlers would flush to a pipe without reader, or wait for processes that are dead by now
     raise SystemExit(code)
+
+
+def _unraisable(dropped: "sys.UnraisableHookArgs") -> None:
+    """Raises a Ctrl-C again that came in a callback, as importing runs many: Python drops what those raise."""
+    if not isinstance(dropped.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(dropped)
+        return
+    import signal
+
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)  # when the callback has ended
 
 
 if __name__ == "__main__":

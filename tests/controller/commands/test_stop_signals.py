@@ -120,6 +120,19 @@ def test_ctrl_c_while_the_recipe_is_imported(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"slow.py"}
 
 
+def test_a_ctrl_c_that_python_drops_ends_the_command(tmp_path: Path) -> None:
+    recipe = tmp_path / "dropped.py"
+    recipe.write_text(
+        "import signal, time, weakref\n"
+        "watched = type('Watched', (), {})()\n"
+        "reference = weakref.ref(watched, lambda _: signal.raise_signal(signal.SIGINT))\n"
+        "del watched\n"
+        "time.sleep(600)\n"
+    )
+    run = subprocess.run(command("run", str(recipe)), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "interrupted\n")
+
+
 def test_ctrl_c_at_any_moment_of_the_start_prints_no_traceback(tmp_path: Path) -> None:
     began = time.monotonic()
     runs: dict[float, subprocess.Popen[str]] = {}
