@@ -97,10 +97,10 @@ class GeneratorConfig:
     """Ranks that share every matrix product; must divide the attention heads."""
     weight_transport: WeightTransport = "auto"
     """How pushed weights travel: from GPU to GPU of one host through `gpu_memory`, through `shared_memory` on one host,
-    over the `network` into shared memory of other hosts, or through `torchstore`. `auto` takes the network if a
-    generator is on another host. On one host it takes memory of GPUs if they reach each other and two versions need at
-    most a tenth of it, shared memory otherwise, and TorchStore if the host has too little memory. A transport that is
-    asked for by name fails where `auto` would take another."""
+    over the `network` into shared memory of other hosts, the same from GPU to GPU by `nccl`, or through `torchstore`.
+    `auto` takes the network if a generator is on another host. On one host it takes memory of GPUs if they reach each
+    other and two versions need at most a tenth of it, shared memory otherwise, and TorchStore if the host has too
+    little memory. A transport that is asked for by name fails where `auto` would take another."""
     num_replicas: int = 1
     """Copies of the model that share the requests; all pull the same weights."""
     evaluator: bool = False

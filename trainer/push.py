@@ -34,6 +34,7 @@ from rl.weights.versions import (
 )
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
+_OF_ADAPTERS = {"gpu_memory": "shared_memory", "nccl": "network"}
 # Projections that vLLM fuses into one, in its order.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -60,7 +61,7 @@ class WeightPublisher:
 
         `policy` and `lora` are the name and the configuration of an adapter, whose tensors go by PEFT's names.
 
-        An adapter, which is small, goes through shared memory where `gpu_memory` was asked for.
+        An adapter, which is small, does not go by GPUs where `gpu_memory` or `nccl` was asked for.
 
         With `auto`, a transport that cannot carry the weights gives way to the next, with a warning; a transport that
         was asked for by name fails the first push instead. A push waits at most `reader_timeout_s` for generators that
@@ -70,7 +71,7 @@ class WeightPublisher:
         """
         check_known("weight transport", transport, TRANSPORT_CHOICES)
         self._dtype = dtype
-        self._choice = "shared_memory" if (transport, policy is None) == ("gpu_memory", False) else transport
+        self._choice = transport if policy is None else _OF_ADAPTERS.get(transport, transport)
         self._policy = policy
         self._lora = lora
         self._store = store

@@ -161,13 +161,13 @@ class Assignments:
         Raises ValueError if that cannot work between these hosts.
         """
         one_host = not self.generator_hosts()
-        if chosen == "network" and one_host:
-            raise ValueError("weight_transport is 'network', and trainer and generator are on one host; use 'auto'")
+        if chosen in ("network", "nccl") and one_host:
+            raise ValueError(f"weight_transport is {chosen!r}, and trainer and generator are on one host; use 'auto'")
         if chosen in ("shared_memory", "gpu_memory") and not one_host:
             raise ValueError(f"weight_transport is {chosen!r}, and trainer and generator are on several hosts")
         on_gpus = self.has_gpu("trainer", is_trainer=True)
-        if chosen == "gpu_memory" and not (bool(gpus_here()) if on_gpus is None else on_gpus):
-            raise ValueError("weight_transport is 'gpu_memory', and the trainer's host has no GPU; use 'auto'")
+        if chosen in ("gpu_memory", "nccl") and not (bool(gpus_here()) if on_gpus is None else on_gpus):
+            raise ValueError(f"weight_transport is {chosen!r}, and the trainer's host has no GPU; use 'auto'")
         return chosen
 
     def generator_hosts(self) -> "list[GeneratorHost]":

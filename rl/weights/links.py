@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 
@@ -78,6 +78,10 @@ class Part(NamedTuple):
 class Link:
     """One end of a connection. The methods that send and receive raise `LinkError`."""
 
+    part_bytes: ClassVar[int] = PART_BYTES
+    carries_changes: ClassVar[bool] = True
+    """Whether messages may hold only what changed, which costs a copy of the last version."""
+
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         """The sending end is made by `connect`."""
         # The kernel's limit, so that one call receives a whole message. With Python's, each piece wakes the thread.
@@ -86,7 +90,8 @@ class Link:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection = connection
+        self.connection = connection
+        self.timeout_s = timeout_s
 
     @classmethod
     def connect(cls, address: LinkAddress, transfer_id: str) -> Self:
@@ -102,15 +107,33 @@ class Link:
     def send(self, data: bytes | memoryview) -> None:
         """Returns when the kernel has taken the bytes, which may be overwritten then."""
         try:
-            self._connection.sendall(data)
+            self.connection.sendall(data)
         except OSError as error:
             raise LinkError(f"sending weights: {error}") from error
+
+    @classmethod
+    def accept(cls, link: "Link") -> "Link":
+        """The receiving end of a link of this kind, of one whose transfer's id has arrived."""
+        return link
+
+    @staticmethod
+    def room(num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Memory for a part that is about to be sent, whose tensor is on this device (uint8 [num_bytes])."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def send_part(self, part: Part, data: torch.Tensor) -> None:
         """Sends all bytes of a part, or what changed in it (uint8 [N]): no byte, if nothing did."""
         described = json.dumps(part).encode()
         self.send(_HEAD.pack(len(described), len(data)) + described)
+        self.send_data(data)
+
+    def send_data(self, data: torch.Tensor) -> None:
+        """Sends the bytes of a message (uint8 [N]), which may be overwritten when it returns."""
         self.send(memory_of(data))
+
+    def receive_data(self, into: torch.Tensor) -> None:
+        """Waits until the bytes of a message have arrived (uint8 [N])."""
+        self.receive(memory_of(into))
 
     def receive(self, into: memoryview) -> None:
         """Waits until as many bytes have arrived as `into` has room for."""
@@ -118,8 +141,8 @@ class Link:
         try:
             while len(into) > 0:
                 piece = into[:_WAKE_BYTES]
-                self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(piece))
-                num_bytes = self._connection.recv_into(piece, flags=socket.MSG_WAITALL)
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(piece))
+                num_bytes = self.connection.recv_into(piece, flags=socket.MSG_WAITALL)
                 if num_bytes == 0:
                     raise LinkError("receiving weights: the other end has closed the link")
                 into = into[num_bytes:]
@@ -145,11 +168,11 @@ class Link:
     def interrupt(self) -> None:
         """Ends the link under a thread that waits in it, which gets `LinkError`. What was sent still arrives."""
         with suppress(OSError):  # the other end may be gone
-            self._connection.shutdown(socket.SHUT_RDWR)
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Ends the link. What was sent still arrives."""
-        self._connection.close()
+        self.connection.close()
 
 
 class Route(NamedTuple):
@@ -175,7 +198,8 @@ class Sent:
 class OwnShards:
     """What this rank sends of one version after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, link: type[Link] = Link) -> None:
+        self._link = link
         self._manifest: Manifest = ()
         self._frozen_id = self._sent_frozen_id = b""
         self._unchanged: set[int] = set()  # tensors, by their index, whose values all hosts have
@@ -201,7 +225,8 @@ class OwnShards:
 
     def send(self, route: Route, sums_wanted: bool) -> Sent:
         """Sends all shards, or their changes. Raises `LinkError`."""
-        parts = [piece for index in sorted(self._shards) for piece in _pieces(self._shards[index][0], self._manifest)]
+        wholes = [self._shards[index][0] for index in sorted(self._shards)]
+        parts = [piece for whole in wholes for piece in _pieces(whole, self._manifest, self._link.part_bytes)]
         if not parts:
             return Sent()
         frozen = {index for index in self._shards if self._manifest[index].frozen}
@@ -211,7 +236,7 @@ class OwnShards:
         trained = dict(shard for index, shard in self._shards.items() if index not in frozen)
         has_copies = self._copies.keys() == trained.keys()
         changes = route.changes and has_copies
-        if not has_copies and not self._pushes_without:
+        if not has_copies and not self._pushes_without and self._link.carries_changes:
             dtypes = [spec.dtype for spec in self._manifest]
             self._copies = {part: torch.empty(t.shape, dtype=dtypes[part.tensor]) for part, t in trained.items()}
         num_links = -(-LINKS // num_ranks())
@@ -224,7 +249,7 @@ class OwnShards:
         """Sends over links side by side. A thread more than there are links casts while the others send."""
         links, rooms, sums = SimpleQueue[Link](), SimpleQueue[torch.Tensor](), Counter[int]()
         largest = max(part.nbytes(self._manifest) for part in parts)
-        pinned = any(local.is_cuda for _, local in self._shards.values())
+        device = max((local.device for _, local in self._shards.values()), key=lambda device: device.type == "cuda")
 
         def send(part: Part) -> tuple[int, int]:
             room = rooms.get()
@@ -242,9 +267,9 @@ class OwnShards:
         num_bytes = 0
         with ExitStack() as stack:
             for _ in range(num_links):
-                links.put(stack.enter_context(closing(Link.connect(route.address, route.transfer_id))))
+                links.put(stack.enter_context(closing(self._link.connect(route.address, route.transfer_id))))
             for _ in range(num_links + 1):
-                rooms.put(torch.empty(largest, dtype=torch.uint8, pin_memory=pinned))
+                rooms.put(self._link.room(largest, device))
             threads = ThreadPoolExecutor(num_links + 1, "send", initializer=use_one_thread)
             stack.callback(threads.shutdown, cancel_futures=True)
             for part, (sent, total) in zip(parts, threads.map(send, parts), strict=True):
@@ -280,14 +305,14 @@ def _rows(local: torch.Tensor, whole: Part, part: Part) -> torch.Tensor:
     return local[begin:end]
 
 
-def _pieces(part: Part, manifest: Manifest) -> Iterator[Part]:
-    """Pieces along dim 0 of at most `PART_BYTES`, or of a single row."""
+def _pieces(part: Part, manifest: Manifest, max_bytes: int) -> Iterator[Part]:
+    """Pieces along dim 0 of at most `max_bytes`, or of a single row."""
     size = part.nbytes(manifest)
-    if size <= PART_BYTES:
+    if size <= max_bytes:
         yield part
         return
     (begin, end), *others = part.region
-    rows = max(1, PART_BYTES // (size // (end - begin)))
+    rows = max(1, max_bytes // (size // (end - begin)))
     for first in range(begin, end, rows):
         yield Part(part.tensor, ((first, min(first + rows, end)), *others))
 

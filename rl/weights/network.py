@@ -24,11 +24,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVarTuple
+from typing import Any, ClassVar, TypeVarTuple
 
 from rl.system.hardware import host_identity
 from rl.weights.buffer import BufferLocation, WeightBuffer, held_version, is_kept
-from rl.weights.links import OwnShards, Route, Sent
+from rl.weights.links import Link, OwnShards, Route, Sent
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, on_rank_0, own_rank, raise_on_every_rank
 from rl.weights.receiving_process import Received, ReceivingHost, ReceivingProcess, Transfer, receiving_hosts
 from rl.weights.shared_memory import SharedMemoryReceiver
@@ -80,6 +80,8 @@ class Network:
 class NetworkSender:
     """Casts this rank's shards and sends them to the first host."""
 
+    link: ClassVar[type[Link]] = Link
+
     def __init__(self, index: VersionIndex, reader_timeout_s: float) -> None:
         """A host waits at most `reader_timeout_s` for readers of the version that is replaced."""
         self._index = index
@@ -90,7 +92,7 @@ class NetworkSender:
         self._published: VersionRecord | None = None
         self._hosts: Sequence[ReceivingHost] = ()  # of the last push
         self._have_last: frozenset[str] = frozenset()  # the processes that received all of the last push
-        self._shards = OwnShards()
+        self._shards = OwnShards(self.link)
         self._announced: deque[frozenset[tuple[str, BufferLocation]]] = deque(maxlen=LIVING_VERSIONS)
 
     async def prepare(self, manifest: Manifest) -> None:
@@ -107,6 +109,7 @@ class NetworkSender:
         await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
         before = {} if self._published is None else self._published.location
         push = _Push(record, before, self._index.get_store, self._publisher, self._reader_timeout_s, self._have_last)
+        push.link = self.link
         push.trusted = self._hosts if self._have_last == frozenset(host.process for host in self._hosts) else ()
         self._have_last = frozenset()
         while (route := await on_rank_0(push.next_route)) is not None:
@@ -182,6 +185,7 @@ class _Push:
     """The receiving processes that have the version that every rank sent last."""
     trusted: Sequence[ReceivingHost] = ()
     """The hosts of the last push, if all of them have it. They begin while the directory is read, which is slower."""
+    link: type[Link] = Link
     hosts: Sequence[ReceivingHost] = ()
     _listing: "asyncio.Task[None] | None" = None
     _id: str = ""
@@ -247,7 +251,7 @@ class _Push:
             limit_s = self._idle_s + buffer_size(self.record.manifest) / _BYTES_PER_S
             calls = [host.call(ReceivingProcess.finish, *arguments) for host in self._chain]
             # A host that fails keeps the next one waiting.
-            outcomes = await _outcomes(self._chain, calls, self.get_store, limit_s, after_failure_s=ALIVE_S)
+            outcomes = await outcomes_of(self._chain, calls, self.get_store, limit_s, after_failure_s=ALIVE_S)
             self._succeeded(self._chain, outcomes)
             listed = {host.process for host in self.hosts}  # a process that was replaced meanwhile does not count
             received = [each for each in zip(self._chain, outcomes, strict=True) if each[0].process in listed]
@@ -270,10 +274,11 @@ class _Push:
                 reader_timeout_s=self.reader_timeout_s,
                 next_host=self._chain[position + 1].links if position + 1 < len(self._chain) else None,
                 changes=changes,
+                link=self.link,
             )
             begins.append(host.call(ReceivingProcess.begin, transfer))
         limit_s = limit_s or self.reader_timeout_s + 2 * self._idle_s
-        ready = self._succeeded(self._chain, await _outcomes(self._chain, begins, self.get_store, limit_s))
+        ready = self._succeeded(self._chain, await outcomes_of(self._chain, begins, self.get_store, limit_s))
         if len(ready) == len(self._chain):
             self._num_transfers += 1
             self.have_last = frozenset()  # now each rank has a part of this version in its copy
@@ -323,11 +328,11 @@ async def _ask_all(
     *arguments: *Ts,
     get_store: Callable[[], Awaitable[Store]],
 ) -> list[object]:
-    """The `_outcomes` of a call to each host that costs little work."""
-    return await _outcomes(hosts, [host.call(method, *arguments) for host in hosts], get_store, ALIVE_S)
+    """The `outcomes_of` a call to each host that costs little work."""
+    return await outcomes_of(hosts, [host.call(method, *arguments) for host in hosts], get_store, ALIVE_S)
 
 
-async def _outcomes(
+async def outcomes_of(
     hosts: Sequence[ReceivingHost],
     calls: Sequence[Awaitable[object]],
     get_store: Callable[[], Awaitable[Store]],

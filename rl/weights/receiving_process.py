@@ -27,7 +27,7 @@ import torch
 from rl.system.hardware import available_memory_bytes
 from rl.weights.buffer import BufferLocation, Sealed, WeightBuffer, is_unchanged, short_of_memory
 from rl.weights.copies import apply_changes
-from rl.weights.links import END, ID_BYTES, LINK_TIMEOUT_S, Link, LinkAddress, LinkError, Part, bytes_of, memory_of
+from rl.weights.links import END, ID_BYTES, LINK_TIMEOUT_S, Link, LinkAddress, LinkError, Part, bytes_of
 from rl.weights.versions import Store, VersionRecord, WeightsError, corrupted, element_sum, is_missing
 
 T = TypeVar("T")
@@ -86,6 +86,8 @@ class Transfer:
     """Where every link is passed on to."""
     changes: bool = False
     """Whether messages may hold only what changed since the version at `keep`."""
+    link: type[Link] = Link
+    """The kind of all links."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +240,8 @@ class _PolicyMemory:
         self.publisher = publisher
         self.newest: Sealed | None = None
         self._buffers = WeightBuffer.create_for(record.manifest)
+        for buffer in self._buffers:
+            buffer.pin()
 
     @property
     def num_bytes(self) -> int:
@@ -276,12 +280,14 @@ class _Incoming:
         onward = self._forwarding()
         try:
             self._hold(link, threading.current_thread())
-            while (head := link.receive_head()) is not None:
-                part, num_bytes, described = head
-                data = self._receive_part(link, part, num_bytes)
-                arrived[part.tensor] += part.nbytes(self._manifest)
-                onward(described)
-                onward(memory_of(data))
+            with closing(self.transfer.link.accept(link)) as link:
+                self._hold(link)
+                while (head := link.receive_head()) is not None:
+                    part, num_bytes, described = head
+                    data = self._receive_part(link, part, num_bytes)
+                    arrived[part.tensor] += part.nbytes(self._manifest)
+                    onward(described)
+                    onward(data)
             onward(END)
         except Exception as error:  # `wait` raises it
             self._ends.put(error)
@@ -344,7 +350,7 @@ class _Incoming:
             raise LinkError(f"receiving weights: a message has {num_bytes} bytes in place of {len(data)}")
         else:
             arrived = torch.empty(num_bytes, dtype=torch.uint8)
-        link.receive(memory_of(arrived))
+        link.receive_data(arrived)
         if arrived is not data and self._known is not None:
             values.copy_(self._place(self._known, part))
             if num_bytes > 0:
@@ -356,18 +362,18 @@ class _Incoming:
     def _place(self, buffer: WeightBuffer, part: Part) -> torch.Tensor:
         return buffer.tensor(self._manifest[part.tensor])[part.slices]
 
-    def _forwarding(self) -> Callable[[bytes | memoryview | None], None]:
+    def _forwarding(self) -> Callable[[bytes | torch.Tensor | None], None]:
         """Takes what is sent to the next host, if there is one, in a thread of its own. None comes last."""
-        address, onward = self.transfer.next_host, SimpleQueue[bytes | memoryview | None]()
+        address, onward = self.transfer.next_host, SimpleQueue[bytes | torch.Tensor | None]()
         if address is None:
             return lambda _: None
 
         def forward() -> None:
             try:  # the next host expects a link, because every host does before the trainer connects
-                with closing(Link.connect(address, self.transfer.id)) as link:
+                with closing(self.transfer.link.connect(address, self.transfer.id)) as link:
                     self._hold(link)
                     while (data := onward.get()) is not None:
-                        link.send(data)
+                        link.send(data) if isinstance(data, bytes) else link.send_data(data)
             except LinkError as error:  # the next host names what is missing
                 print(f"weights were not passed on to {address.host}: {error}", flush=True)
 

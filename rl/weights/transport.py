@@ -22,6 +22,7 @@ TRANSPORTS: Mapping[str, str] = {
     "gpu_memory": "rl.weights.gpu_memory:GPUMemory",
     "shared_memory": "rl.weights.shared_memory:SharedMemory",
     "network": "rl.weights.network:Network",
+    "nccl": "rl.weights.nccl:NCCLTransport",
     "torchstore": "rl.weights.store_transport:StoreTransport",
 }
 """Every transport by name, as "module:class". `auto` takes the first that suits and can carry the weights."""

@@ -1,6 +1,6 @@
 """Compiles the pretended GPU for an environment that has torch's CUDA build: `python -m tests.gpu_pretended.build`.
 
-    .venv-pretended-gpu/pretended-gpu/computed/   runtime and driver: device.py computes what kernels would
+    .venv-pretended-gpu/pretended-gpu/computed/   runtime, driver, pairs of NCCL: device.py computes what kernels would
     .venv-pretended-gpu/pretended-gpu/empty/      cuBLAS, cuDNN, NCCL and others as well, which do nothing
 
 `set-up` runs it. It needs a C compiler and nvidia's headers, which are in the wheels that torch requires.
@@ -72,11 +72,10 @@ def main() -> None:
     for variant in ("computed", "empty"):
         folder = LIBRARIES / variant
         folder.mkdir(parents=True, exist_ok=True)
-        sources = [HERE / "runtime.c"]
+        own = HERE / "nccl.c" if variant == "computed" else folder / "stubs.c"
         if variant == "empty":
-            sources.append(folder / "stubs.c")
-            sources[-1].write_text("\n".join(stubs()))
-        compile_library(folder / "libcuda.so.1", *sources)
+            own.write_text("\n".join(stubs()))
+        compile_library(folder / "libcuda.so.1", HERE / "runtime.c", own)
         compile_library(folder / "libnvidia-ml.so.1", HERE / "management.c")
 
 

@@ -24,11 +24,11 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "benchmarks" / "RESULTS-pretended-gpu.md"
 COVERS_NOT = """# Results on pretended GPUs
 
-**Not covered:** speed; races between streams; NCCL and vLLM's own all-reduces, for which gloo stands in; what the
-kernels of cuBLAS, FlashAttention, FlexAttention, Triton and vLLM compute, for which plain operators stand in or nothing
-does; rounding of tensor cores; CUDA graphs. A green table says that no device or dtype is mixed up, that memory is
-freed, shared and counted by torch's own CUDA build, and that the numbers are the CPU's. Where there is a real GPU,
-`make gpu-check` comes first.
+**Not covered:** speed; races between streams; NCCL and vLLM's own all-reduces, for which gloo and sockets stand in;
+what the kernels of cuBLAS, FlashAttention, FlexAttention, Triton and vLLM compute, for which plain operators stand in
+or nothing does; rounding of tensor cores; CUDA graphs. A green table says that no device or dtype is mixed up, that
+memory is freed, shared and counted by torch's own CUDA build, and that the numbers are the CPU's. Where there is a real
+GPU, `make gpu-check` comes first.
 """
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--show-capture=no", "--disable-warnings")
 _ENGINES = "tests/trainer/engines"
@@ -109,6 +109,14 @@ PARTS = (
         "A push and pulls between two processes over CUDA IPC bring the weights.",
         ("-m", "benchmarks.gpu.weights", "--smoke"),
         gpus=2,
+    ),
+    Part(
+        "nccl",
+        "Versions of a process on a GPU reach the GPUs and the memory of two others, which pass them on, through pairs "
+        "that are made once; one of them dies, and its successor gets new pairs. Sockets stand in for NCCL.",
+        (*_PYTEST, "-m", "gpu", "tests/rl/weights/test_nccl.py"),
+        gpus=3,
+        gib=2.0,
     ),
     Part(
         "generator",

@@ -133,12 +133,14 @@ def test_weights_between_hosts_do_not_go_through_shared_memory() -> None:
     assert (apart.transport("auto"), together.transport("auto")) == ("auto", "auto")
     with pytest.raises(ValueError, match="'shared_memory', and trainer and generator are on several hosts"):
         apart.transport("shared_memory")
-    with pytest.raises(ValueError, match="'network', and trainer and generator are on one host"):
-        together.transport("network")
+    for between_hosts in ("network", "nccl"):
+        with pytest.raises(ValueError, match=f"'{between_hosts}', and trainer and generator are on one host"):
+            together.transport(between_hosts)
     with pytest.raises(ValueError, match="'gpu_memory', and trainer and generator are on several hosts"):
         apart.transport("gpu_memory")
-    with pytest.raises(ValueError, match="'gpu_memory', and the trainer's host has no GPU; use 'auto'"):
-        together.transport("gpu_memory")
+    for of_gpus, placed in (("gpu_memory", together), ("nccl", apart)):
+        with pytest.raises(ValueError, match=f"'{of_gpus}', and the trainer's host has no GPU; use 'auto'"):
+            placed.transport(of_gpus)
 
 
 def test_every_host_with_generators_receives_weights() -> None:

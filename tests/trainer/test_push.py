@@ -260,8 +260,8 @@ def test_torchstore_keeps_two_versions() -> None:
 
 
 def test_an_unknown_transport_is_named() -> None:
-    with pytest.raises(ValueError, match="'nccl', which is not known; known: auto, gpu_memory, network"):
-        WeightPublisher(torch.float32, "nccl")
+    with pytest.raises(ValueError, match="'rdma', which is not known; known: auto, gpu_memory, nccl, network"):
+        WeightPublisher(torch.float32, "rdma")
 
 
 def test_a_new_version_of_unchanged_weights_is_warned_of() -> None:

@@ -16,9 +16,8 @@ from torchtitan.protocols.module import Module
 from rl.types import Head
 from trainer.engines.titan.model.specs import NO_INIT, Policy, model_spec, norms, shard_head_only
 from trainer.families.decoders import DeepseekShape
-from trainer.families.experts import Replays
+from trainer.families.experts import SIGMOID_NAMES, Replays, sigmoid_network
 from trainer.families.rotary import frequencies, rope_options
-from trainer.families.sigmoid_routing import ROUTED_NAMES, network
 
 _LATENT_EPS = 1e-6
 """Of the norms of latent vectors, for which transformers reads no setting."""
@@ -76,7 +75,7 @@ class DeepseekPolicy(Policy, DeepSeekV3Model):  # pyright: ignore[reportIncompat
     """A DeepSeek-V3 that scores."""
 
     hf_layer_names: ClassVar[Mapping[str, str]] = {
-        **ROUTED_NAMES,
+        **SIGMOID_NAMES,
         "attention.wq": "self_attn.q_proj",
         "attention.wq_a": "self_attn.q_a_proj",
         "attention.q_norm": "self_attn.q_a_layernorm",
@@ -100,7 +99,7 @@ def build_spec(shape: DeepseekShape, head: Head, inner_attention: Module.Config)
     """The torchtitan spec of a model that ends in `head`; `inner_attention` configures its attention kernel."""
     layers = [
         DeepseekBlock.Config(
-            **norms(shape), attention=_attention(shape, inner_attention), **network(shape, index), layer=index
+            **norms(shape), attention=_attention(shape, inner_attention), **sigmoid_network(shape, index), layer=index
         )
         for index in range(shape.num_layers)
     ]

@@ -1,4 +1,9 @@
-"""Mixtures of experts as torchtitan builds them, but computed in any dtype; Qwen3-MoE, whose layers all are ones."""
+"""Mixtures of experts as torchtitan builds them, but computed in any dtype; Qwen3-MoE, whose layers all are ones.
+
+Layers with sigmoid routing, a selection bias and shared experts are those of DeepSeek-V3 and GLM-4.5. The bias
+(https://arxiv.org/abs/2408.15664) is a buffer that no gradient reaches. torchtitan would update it from the load of
+experts in a hook of its optimizer, which is not registered here: it stays as the checkpoint has it.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +26,25 @@ from torchtitan.protocols.module import Module
 from rl.types import Head
 from trainer.engines.decoder_config import DecoderConfig
 from trainer.engines.pytorch.row_runner import of_layer
-from trainer.engines.titan.model.specs import Qwen3Policy, attention_config, model_spec, norms
+from trainer.engines.titan.model.specs import (
+    HF_LAYER_NAMES,
+    Qwen3Policy,
+    attention_config,
+    feed_forward,
+    model_spec,
+    norms,
+)
+from trainer.families.decoders import RoutedShape
+
+SIGMOID_NAMES = {
+    **HF_LAYER_NAMES,
+    "moe.expert_bias_E": "mlp.gate.e_score_correction_bias",
+    "moe.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "moe.shared_experts.w2": "mlp.shared_experts.down_proj",
+    "moe.shared_experts.w3": "mlp.shared_experts.up_proj",
+}
+# Any number above 0: it makes torchtitan add the bias, and nothing else reads it.
+_HAS_BIAS = 1e-3
 
 
 class Experts(GroupedExperts):
@@ -154,6 +177,22 @@ def moe_config(config: DecoderConfig, experts: GroupedExperts.Config | None = No
         ),
         load_balance_coeff=None,
     )
+
+
+def sigmoid_network(shape: RoutedShape, layer: int) -> dict[str, Any]:
+    """A layer's feed-forward network, or its experts by sigmoid routing, as the field of the layer's configuration."""
+    if layer < shape.routing.first_layer:
+        return {"feed_forward": feed_forward(shape, shape.hidden_dim)}
+    routing, moe = shape.routing, shape.moe
+    assert moe is not None
+    options: dict[str, Any] = {"score_func": "sigmoid", "route_scale": routing.scale}
+    if routing.num_groups > 1:
+        options |= {"num_expert_groups": routing.num_groups, "num_limited_groups": routing.num_chosen_groups}
+    config = moe_config(shape, **options)
+    config.load_balance_coeff = _HAS_BIAS
+    if routing.num_shared_experts:
+        config.shared_experts = feed_forward(shape, moe.hidden_dim * routing.num_shared_experts)
+    return {"moe": config}
 
 
 def build_spec(shape: DecoderConfig, head: Head, inner_attention: Module.Config) -> ModelSpec:

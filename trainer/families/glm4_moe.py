@@ -13,15 +13,14 @@ from torchtitan.protocols.module import Module
 from rl.types import Head
 from trainer.engines.titan.model.specs import NO_INIT, Qwen3Policy, model_spec, norm_config, norms
 from trainer.families.decoders import Glm4MoeShape
-from trainer.families.experts import RoutedBlock
+from trainer.families.experts import SIGMOID_NAMES, RoutedBlock, sigmoid_network
 from trainer.families.rotary import PartialRoPE
-from trainer.families.sigmoid_routing import ROUTED_NAMES, network
 
 
 class Glm4MoePolicy(Qwen3Policy):
     """A GLM-4.5 that scores."""
 
-    hf_layer_names: ClassVar[Mapping[str, str]] = ROUTED_NAMES
+    hf_layer_names: ClassVar[Mapping[str, str]] = SIGMOID_NAMES
 
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3Policy.Config):
@@ -48,4 +47,4 @@ def _layer(shape: Glm4MoeShape, inner_attention: Module.Config, index: int) -> R
     )
     assert isinstance(attention.qkv_linear, QKVLinear.Config)
     attention.qkv_linear.wq.bias = attention.qkv_linear.wkv.bias = shape.attention_bias
-    return RoutedBlock.Config(**norms(shape), attention=attention, **network(shape, index), layer=index)
+    return RoutedBlock.Config(**norms(shape), attention=attention, **sigmoid_network(shape, index), layer=index)

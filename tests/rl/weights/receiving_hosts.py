@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -62,7 +63,7 @@ class RemoteCall:
     async def __call__(self, method: Callable[..., Any], *arguments: Any) -> Any:
         number = next(self._ids)
         try:
-            self._pipe.send((number, method.__name__, arguments))
+            self._pipe.send((number, method, arguments))
             while number not in self._answers:
                 while self._pipe.poll():
                     answered, answer = self._pipe.recv()
@@ -113,9 +114,10 @@ def answer_calls(pipe: Any, target: Any) -> None:
     """Answers calls of the target's methods, such as those of a `RemoteCall`, until the pipe's other end is closed."""
     lock = threading.Lock()
 
-    def answer(number: int, method: str, arguments: tuple[Any, ...]) -> None:
+    def answer(number: int, method: Callable[..., Any] | str, arguments: tuple[Any, ...]) -> None:
+        call = getattr(target, method) if isinstance(method, str) else partial(method, target)
         try:
-            result = getattr(target, method)(*arguments)
+            result = call(*arguments)
         except Exception as error:
             result = error
         with lock:

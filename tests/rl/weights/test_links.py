@@ -80,7 +80,7 @@ def test_parts_arrive_once_cast_and_with_their_places(
     num_links: int, part_bytes: int, num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(links, "LINKS", num_links)
-    monkeypatch.setattr(links, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(Link, "part_bytes", part_bytes)
     server, shards = Server(num_links), OwnShards()
     shards.hold(_shards(), MANIFEST, b"")
     sent = shards.send(server.route, sums_wanted=True)

@@ -1,7 +1,7 @@
 """The contract of a transport: what is sent arrives whole, or an error says why not.
 
 Covers: rl/weights/transport.py, rl/weights/receiving_process.py, rl/weights/gpu_memory.py,
-    rl/weights/store_transport.py
+    rl/weights/store_transport.py, rl/weights/nccl.py
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from rl.weights.versions import (
     find_record,
     manifest_checksum,
 )
-from tests.rl.weights.host_sharing import HostSharing
+from tests.rl.weights.host_sharing import use_host_for_gpus
 from tests.rl.weights.receiving_hosts import host_entry, register
 from tests.stores import FakeStore, living
 from tests.waiting import join
@@ -38,7 +38,7 @@ MANIFEST = build_manifest([("a", (40, 3), torch.bfloat16), ("b", (5,), torch.flo
 
 @pytest.fixture(autouse=True)
 def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl.weights.gpu_memory.CUDASharing", HostSharing)
+    use_host_for_gpus(monkeypatch)
 
 
 Ranks = tuple[Callable[..., Any], Callable[..., Any]]
@@ -52,7 +52,7 @@ def _sender(name: str, store: FakeStore, manifest: Manifest = MANIFEST) -> Sende
     async def get_store() -> FakeStore:
         return store
 
-    if name == "network":
+    if name in ("network", "nccl"):
         register(store, host_entry(ReceivingProcess()))
     sender = load_transport(name).sender(VersionIndex(get_store), reader_timeout_s=5.0, asked=True)
     asyncio.run(sender.prepare(manifest))
