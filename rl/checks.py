@@ -3,12 +3,11 @@
 import contextlib
 import difflib
 import json
-import math
 import numbers
 import sys
 import traceback
 import types
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import distributions
 from pathlib import Path
@@ -16,23 +15,31 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, i
 
 MAX_SEED = 1 << 62
 """Bound of seeds. PyTorch's generators take 64 bits, of which this leaves room for every sample's."""
+MAX_FLOAT32 = 3.4028234663852886e38
+"""The largest number of float32, in which trainers compute."""
 _MAX_NAMES = 5
 _NUMBERS = {float: numbers.Real, int: numbers.Integral}  # NumPy's are such numbers too
 _WANTED: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number", types.NoneType: "None"}
 
 
 def check_types(config: Any, name: str = "") -> None:
-    """Raises ValueError naming the first field of a dataclass whose value is not of its type. Lists become tuples."""
+    """Raises ValueError naming the first field of a dataclass, or item of one, whose value is not of its type.
+
+    Lists become tuples, and texts become paths.
+    """
     for each in fields(config):
-        if not is_of(value := getattr(config, each.name), each.type):
-            field = f"{name or type(config).__name__}.{each.name}"
-            raise ValueError(f"{field} is {value!r:.200}; it must be {_wanted(each.type)}")
-        if get_origin(each.type) is tuple and isinstance(value, list):
+        value, hint = getattr(config, each.name), cast("Any", each.type)
+        if isinstance(value, str) and Path in (hint, *get_args(hint)):
+            object.__setattr__(config, each.name, value := Path(value))
+        if not is_of(value, hint):
+            field, value, hint = _innermost(f"{name or type(config).__name__}.{each.name}", value, hint)
+            raise ValueError(f"{field} is {value!r:.200}; it must be {_wanted(hint)}")
+        if get_origin(hint) is tuple and isinstance(value, list):
             object.__setattr__(config, each.name, tuple(cast("list[Any]", value)))
 
 
 def is_of(value: object, hint: Any) -> bool:
-    """Whether a value is of an annotated type, as far as its outermost type says. Types that are not known fit all."""
+    """Whether a value is of an annotated type, and so are its items. Types that are not known fit all."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return value in arguments
@@ -43,7 +50,25 @@ def is_of(value: object, hint: Any) -> bool:
     if hint is Any or getattr(hint, "_is_protocol", False) or is_typeddict(hint):
         return True
     kind = (tuple, list) if origin is tuple else origin or hint
-    return not isinstance(kind, type | tuple) or isinstance(value, kind)
+    fits = not isinstance(kind, type | tuple) or isinstance(value, kind)
+    return fits and all(is_of(item, its) for _, item, its in _items("", value, hint))
+
+
+def _items(field: str, value: Any, hint: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Each item of a tuple or a mapping of the annotated type, with its name and its type."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is tuple and isinstance(value, tuple | list):
+        hints = arguments[:1] * len(value) if arguments[-1:] == (...,) else arguments
+        yield from ((f"{field}[{i}]", *pair) for i, pair in enumerate(zip(value, hints, strict=False)))
+    elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
+        for key, item in cast("Mapping[Any, Any]", value).items():
+            yield from ((f"a name in {field}", key, arguments[0]), (f"{field}[{key!r}]", item, arguments[1]))
+
+
+def _innermost(field: str, value: Any, hint: Any) -> tuple[str, Any, Any]:
+    """The item whose type is wrong, if it is not the whole value's."""
+    wrong = next((item for item in _items(field, value, hint) if not is_of(*item[1:])), None)
+    return _innermost(*wrong) if wrong else (field, value, hint)
 
 
 def _wanted(hint: Any) -> str:
@@ -64,8 +89,8 @@ def check_at_least(minimum: float, **values: float) -> None:
 def check_above_zero(**values: float) -> None:
     """Raises ValueError naming the first value that is not above 0 and finite."""
     for name, value in values.items():
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name} is {value}; it must be above 0 and finite")
+        if not 0 < value <= MAX_FLOAT32:
+            raise ValueError(f"{name} is {value}; it must be above 0 and finite, in float32")
 
 
 def check_between(low: float, high: float, **values: float) -> None:
@@ -180,7 +205,7 @@ def errors_of_user_code(name: str) -> Generator[None]:
         raise ValueError(f"{name}: {error.filename}, line {error.lineno}: {error.msg}") from error
     except ValueError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a module may end the program that imports it
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
         where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
         raise ValueError(f"{name}: {type(error).__name__}: {error}{where}") from error

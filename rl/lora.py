@@ -78,10 +78,9 @@ class LoRAConfig:
 
 def check_adapter_name(name: str) -> None:
     """Raises ValueError unless an adapter may have this name."""
-    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-        raise ValueError(
-            f"adapter's name is {name!r}; it must be 1 to 64 letters, digits, dots, underscores or hyphens"
-        )
+    if not re.fullmatch(r"(?!\.)[A-Za-z0-9._-]{1,64}", name):  # it becomes a folder's name
+        accepted = "1 to 64 letters, digits, dots, underscores or hyphens, without a dot at its beginning"
+        raise ValueError(f"adapter's name is {name!r}; it must be {accepted}")
 
 
 def tensor_name(module: str, which: Literal["A", "B"]) -> str:

@@ -69,13 +69,12 @@ class SamplingParams:
                 raise ValueError(f"SamplingParams.{name} is {getattr(self, name)}; it must be {accepted}")
         if self.top_k == -1 and (self.top_p < 1 or self.min_p > 0):
             object.__setattr__(self, "top_k", DEFAULT_TOP_K)
-        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
+        if not all(self.stop):
             raise ValueError(f"SamplingParams.stop is {self.stop!r}; it must be a tuple of non-empty strings")
         if self.seed is not None and abs(self.seed) > MAX_SEED:
             raise ValueError(f"SamplingParams.seed is {self.seed}; it must be an integer from -2^62 to 2^62, or None")
-        tokens = self.stop_token_ids
-        if not isinstance(tokens, tuple) or not all(isinstance(t, int) and t >= 0 for t in tokens):
-            raise ValueError(f"SamplingParams.stop_token_ids is {tokens!r}; it must be a tuple of token ids")
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ValueError(f"SamplingParams.stop_token_ids is {self.stop_token_ids}; token ids are at least 0")
 
     @property
     def cuts(self) -> bool:

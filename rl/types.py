@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.checks import check_types
+from rl.checks import MAX_FLOAT32, check_types
 from rl.images import PlacedImage
 from rl.sampling import Ids, KeptSets, Routes, SamplingParams
 
@@ -230,7 +230,6 @@ class Group:
 REPORTED_WEIGHT = float(np.finfo(np.float32).tiny)
 """The weight of a position whose log-prob is wanted and whose term of the loss is not: float32's smallest normal
 number. Smaller weights, which are lost in every sum, are treated alike."""
-_MOST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,13 +305,13 @@ class AdamParams:
         of_patterns = {f"learning_rate_multipliers[{p!r}]": x for p, x in self.learning_rate_multipliers.items()}
         sizes = {name: getattr(self, name) for name in ("learning_rate", "weight_decay", "grad_clip_norm")}
         for name, value in {**sizes, **of_patterns}.items():
-            if not 0 <= value <= _MOST:
+            if not 0 <= value <= MAX_FLOAT32:
                 raise ValueError(f"{kind}.{name} is {value}; it must be finite and at least 0, in float32")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ValueError(f"{kind}.{name} is {value}; it must be in [0, 1)")
-        if not REPORTED_WEIGHT <= self.eps <= _MOST:  # a smaller one is rounded to 0, by which 0 is then divided
+        if not REPORTED_WEIGHT <= self.eps <= MAX_FLOAT32:  # a smaller one is rounded to 0, by which 0 is then divided
             raise ValueError(f"{kind}.eps is {self.eps}; it must be finite and above 0, in float32")
 
 

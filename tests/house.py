@@ -35,6 +35,7 @@ OPTIONAL = (
     *("rl/advantages/published_advantages.py", "rl/losses/published_losses.py", "rl/losses/traced_loss.py"),
     "rl/rollouts/self_play.py",
     *("rl/weights/gpu_memory.py", "rl/weights/nccl.py"),
+    *("configs/guess_smollm2_", "rl/envs/guess_number.py"),
     *("configs/mixture_smollm2_cpu.py", "rl/envs/check.py", "rl/envs/mixture.py"),
     *("configs/reward_smollm2_cpu.py", "rl/envs/judged.py", "rl/envs/reward_model.py"),
     *(f"rl/envs/{name}" for name in ("calculator", "mcp_server", "python_arithmetic", "sandbox/", "tools")),

@@ -87,12 +87,17 @@ async def _answer(port: Port[Any], call_id: int, call: Callable[[], Awaitable[An
         port.send((call_id, cloudpickle.dumps(await call()), None))
     except BaseException as error:
         port.send((call_id, _portable(error), _text(error)))
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception | SystemExit):
             raise
 
 
 def _portable(error: BaseException) -> bytes:
-    """The error with its traceback as text, pickled; another one in its place if it does not survive that."""
+    """The error with its traceback as text, pickled; another one in its place if it does not survive that.
+
+    A SystemExit of the user's code, such as a loss, would also end the script that gets it.
+    """
+    if isinstance(error, SystemExit):
+        return cloudpickle.dumps(_in_words(*_text(error)))
     try:
         packed = cloudpickle.dumps(ActorError(error))
         pickle.loads(packed)

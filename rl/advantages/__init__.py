@@ -28,10 +28,13 @@ _SMALLEST = 1e-290  # a difference below it leaves float64 too few digits to be 
 def has_signal(rewards: Rewards) -> bool:
     """Whether the rewards differ, so that one rollout is better than another.
 
-    Differences of the size of floating-point rounding do not count: normalising would turn them into advantages.
+    Differences of the size of floating-point rounding do not count: normalising would turn them into advantages. Raises
+    ValueError for a reward that is NaN or infinite.
     """
     if len(rewards) == 0:
         return False
+    if len(wrong := np.flatnonzero(~np.isfinite(rewards))):
+        raise ValueError(f"rewards[{wrong[0]}] is {rewards[wrong[0]]}; rewards and advantages must be finite")
     least, most = float(rewards.min()), float(rewards.max())
     return most - least > max(_ROUNDING * max(-least, most), _SMALLEST)
 

@@ -22,9 +22,8 @@ def pass_at_k(rewards: Rewards) -> Rewards:
     It is each rollout's leave-one-out contribution to the best of k = G: eq. 9 of https://arxiv.org/abs/2503.19595.
     """
     advantages = np.zeros_like(rewards)
-    if len(rewards) > 1:
-        second, first = np.sort(rewards)[-2:]
-        advantages[rewards.argmax()] = first - second
+    if has_signal(rewards) and has_signal(best := np.sort(rewards)[-2:]):
+        advantages[rewards.argmax()] = best[1] - best[0]
     return advantages
 
 
@@ -66,6 +65,7 @@ def remax(rewards: Rewards, greedy_reward: float) -> Rewards:
 
     `greedy_reward` comes from one rollout sampled at temperature 0.
     """
+    has_signal(np.append(rewards, greedy_reward))  # raises ValueError for a NaN
     return rewards - greedy_reward
 
 
@@ -121,5 +121,6 @@ class RoleBaselines:
 
     def advantage(self, role: str, reward: float) -> float:
         """Updates the role's mean with the reward, and returns the reward minus this mean."""
+        has_signal(np.array([reward]))  # raises ValueError for a NaN, which would stay in the mean
         self.means[role] = self.decay * self.means.get(role, 0.0) + (1 - self.decay) * reward
         return reward - self.means[role]

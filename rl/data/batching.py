@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.checks import check_types
+from rl.checks import MAX_FLOAT32, check_types
 from rl.data.packing import PrefixGroup, group_by_prefix
 from rl.sampling import routes_fault
 from rl.types import REPORTED_WEIGHT, Datum
 
+_LOGPROBS = ("logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs")
+_MOST_ROUNDING = 0.01  # how far above 0 a log-prob computed in bfloat16 may be
 Result = TypeVar("Result")
-_MAX_FLOAT32 = np.float64(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +165,10 @@ def validate_batch(
             _check_array(field, array, integer=name == "target_tokens")
             if len(array) != len(datum.tokens):
                 raise ValueError(f"{field} has length {len(array)}; batch[{i}].tokens has length {len(datum.tokens)}")
+            if name in _LOGPROBS and len(above := np.flatnonzero(array > _MOST_ROUNDING)):
+                raise ValueError(f"{field}[{above[0]}] is {array[above[0]]}; a log-prob is at most 0")
         _check_token_ids(f"batch[{i}].loss_inputs['target_tokens']", datum.loss_inputs["target_tokens"], vocab_size)
-        if not REPORTED_WEIGHT <= datum.temperature <= _MAX_FLOAT32:
+        if not REPORTED_WEIGHT <= datum.temperature <= MAX_FLOAT32:
             raise ValueError(f"batch[{i}].temperature is {datum.temperature}; it must be finite and above 0")
         if datum.kept is not None and (fault := datum.kept.fault(datum.loss_inputs["target_tokens"], vocab_size)):
             raise ValueError(f"batch[{i}].kept {fault}")
@@ -193,7 +196,7 @@ def _check_array(field: str, array: NDArray[Any], *, integer: bool) -> None:
         raise ValueError(f"{field} has dtype {array.dtype}; int64 is expected")
     if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:  # torch has no float of 128 bits
         raise ValueError(f"{field} has dtype {array.dtype}; numbers of at most 64 bits are expected")
-    if len(outside := np.flatnonzero(~(np.abs(array) <= _MAX_FLOAT32))):
+    if len(outside := np.flatnonzero(~(np.abs(array) <= np.float64(MAX_FLOAT32)))):
         raise ValueError(f"{field}[{outside[0]}] is {array[outside[0]]}; every value must be finite, in float32")
 
 

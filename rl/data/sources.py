@@ -14,11 +14,12 @@ from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 import numpy as np
 
 from rl.advantages import gather_scored
-from rl.checks import check_known, prompt_fault, text_fault
+from rl.checks import check_known, check_types, prompt_fault, text_fault
 from rl.data.rows import content_id, numpy_order, read_rows, split, stream, without_held_out
 from rl.images import images_of
 from rl.protocols import Env, Problem, Prompt, Trainer
 from rl.rollouts.evaluation import Measurement
+from rl.rollouts.guard import require_env
 from rl.rollouts.rendering import Renderer, prompt_text
 from rl.system.timeline import report_progress
 from rl.types import Datum
@@ -90,10 +91,31 @@ class AnsweredProblem(Problem, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvExamples:
+class _OfEnv:
+    env: Env
+
+    def __post_init__(self) -> None:
+        """Raises ValueError unless it is an environment."""
+        require_env(self.env)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OfFile:
+    path: Path
+    """The training items, shuffled again for every epoch."""
+    eval_path: Path | None = None
+    """The held-out items, whose prompts are left out of training. None holds out a tenth of `path`: always the same
+    lines, and all lines of a prompt."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming a field of another type."""
+        check_types(self)
+
+
+class EnvExamples(_OfEnv):
     """An environment's problems with their right answers. Its methods raise ValueError for a problem without one."""
 
-    env: Env
+    __slots__ = ()
 
     def train_examples(self, seed: int, start: int, count: int) -> list[Example]:
         """See `Examples`."""
@@ -107,14 +129,13 @@ class EnvExamples:
         return Example(id=problem.id, prompt=problem.prompt, completion=_answers(self.env, problem)[0])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvPreferences:
+class EnvPreferences(_OfEnv):
     """An environment's problems, each with its right answer and one of its wrong answers.
 
     Its methods raise ValueError for a problem without both.
     """
 
-    env: Env
+    __slots__ = ()
 
     def train_preferences(self, seed: int, start: int, count: int) -> list[Preference]:
         """See `Preferences`."""
@@ -136,19 +157,14 @@ class EnvPreferences:
         return Preference(id=problem.id, prompt=problem.prompt, chosen=answer, rejected=rejected)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JsonlExamples:
+class JsonlExamples(_OfFile):
     """A file with one object per line: {"prompt": text or messages, "completion": text}. Other fields are ignored.
 
     The file is read at the first call. Its methods raise ValueError, naming file and line, for a line of another form
     and for an empty text.
     """
 
-    path: Path
-    """The training examples, shuffled again for every epoch."""
-    eval_path: Path | None = None
-    """The held-out examples, whose prompts are left out of training. None holds out a tenth of `path`: always the same
-    lines, and all lines of a prompt."""
+    __slots__ = ()
 
     def train_examples(self, seed: int, start: int, count: int) -> list[Example]:
         """See `Examples`."""
@@ -159,15 +175,10 @@ class JsonlExamples:
         return _held_out(_read_examples, self.path, self.eval_path)[:count]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JsonlPreferences:
+class JsonlPreferences(_OfFile):
     """A file of objects {"prompt": text or messages, "chosen": text, "rejected": text}; see `JsonlExamples`."""
 
-    path: Path
-    """The training pairs, shuffled again for every epoch."""
-    eval_path: Path | None = None
-    """The held-out pairs, whose prompts are left out of training. None holds out a tenth of `path`: always the same
-    lines, and all lines of a prompt."""
+    __slots__ = ()
 
     def train_preferences(self, seed: int, start: int, count: int) -> list[Preference]:
         """See `Preferences`."""

@@ -40,8 +40,6 @@ class JsonlReward:
 
     def __post_init__(self) -> None:
         """Reads the file. Raises ValueError for a bad row, naming file and line, and if the function is not found."""
-        if isinstance(self.file, str):  # pyright: ignore[reportUnnecessaryIsInstance] - recipes may name it so
-            object.__setattr__(self, "file", Path(self.file))
         check_types(self)
         self._reward_function()
         _read.cache_clear()  # the file may have changed since another environment read it

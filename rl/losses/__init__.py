@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -34,7 +33,7 @@ from rl.losses.shared import (
     SharedOptions,
     with_observations,
 )
-from rl.types import Datum, Head
+from rl.types import MAX_FLOAT32, Datum, Head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -287,8 +286,8 @@ def _check_value(loss: str, name: str, value: object, default: object) -> None:
             raise ValueError(f"loss_config[{name!r}] is {value!r}; {loss!r} needs a string such as {default!r}")
     elif isinstance(value, bool) or not isinstance(value, int | float):  # a bool is an int in Python
         raise ValueError(f"loss_config[{name!r}] is {value!r}; {loss!r} needs a number")
-    elif not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"loss_config[{name!r}] is {value}; {loss!r} needs it finite and at least 0")
+    elif not 0 <= value <= MAX_FLOAT32:
+        raise ValueError(f"loss_config[{name!r}] is {value}; {loss!r} needs it finite and at least 0, in float32")
 
 
 def _check_type(loss: Loss, name: str, value: object) -> None:

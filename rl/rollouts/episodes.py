@@ -17,14 +17,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.checks import MAX_FLOAT32
 from rl.images import images_of, join_tokens
 from rl.protocols import Done, Episode, Generator, Observation, Problem, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, EnvironmentFailedError, call_environment
 from rl.rollouts.rendering import ChatTemplateError, Renderer, prompt_text
 from rl.sampling import Ids, KeptSets
 from rl.types import Answer, Completion, Datum, Group, Rollout, SamplingParams, Turn, open_reasoning
-
-_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 T = TypeVar("T")
 
@@ -202,7 +201,7 @@ def checked_reward(reply: Any) -> float:
 def _is_finite_float32(number: Any) -> bool:
     """Whether the value is a number that is finite in float32, the dtype of advantages."""
     try:
-        return math.isfinite(number) and abs(float(number)) <= _MAX_FLOAT32
+        return math.isfinite(number) and abs(float(number)) <= MAX_FLOAT32
     except (TypeError, ValueError, OverflowError):  # not a number; an array; an integer too large for a float
         return False
 
@@ -230,13 +229,16 @@ def group_to_data(
     tokens.
 
     Left out are rollouts without a sampled token, groups whose advantages are all 0, and groups that failures have
-    reduced to fewer than two rollouts.
+    reduced to fewer than two rollouts. Raises ValueError unless `advantage` returns one finite number per reward.
     """
     if group.failures and len(group.rollouts) < 2:  # nothing to compare with; `advantage` may refuse a group of one
         return []
     takes_lengths = "lengths" in inspect.signature(advantage).parameters
     lengths = {"lengths": np.array([r.num_sampled_tokens for r in group.rollouts])} if takes_lengths else {}
-    advantages = advantage(group.rewards, **lengths)
+    advantages = np.asarray(advantage(group.rewards, **lengths), dtype=np.float64)
+    if advantages.shape != group.rewards.shape or not np.isfinite(advantages).all():
+        said = f"shape {advantages.shape}: {advantages}"
+        raise ValueError(f"advantage returned {said:.200}; one finite number for each of {len(group.rollouts)} rewards")
     if not advantages.any():
         return []
     return [

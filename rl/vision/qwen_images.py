@@ -92,7 +92,7 @@ def file_bytes(source: Any) -> bytes:
         fields = cast("Mapping[str, Any]", source)
         source = fields.get("bytes") or fields.get("path")
     if isinstance(source, Image.Image):
-        file, upright = io.BytesIO(), _upright(source)
+        file, upright = io.BytesIO(), _of_8_bits(_upright(source))
         (upright if upright.mode in _PNG_MODES else upright.convert("RGB")).save(file, "PNG")
         return file.getvalue()
     if isinstance(source, bytes | bytearray):
@@ -126,11 +126,12 @@ def pixels(data: bytes) -> Image.Image:
     """
     try:
         with Image.open(io.BytesIO(data)) as image:
-            return _upright(image).convert("RGB")
+            upright = _upright(image)
     except UnidentifiedImageError:
         raise ValueError(f"an image of {len(data)} bytes is in no format that Pillow knows") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"an image of {len(data)} bytes is broken: {error}") from None
+    return _of_8_bits(upright).convert("RGB")
 
 
 def _upright(image: Image.Image) -> Image.Image:
@@ -141,4 +142,20 @@ def _upright(image: Image.Image) -> Image.Image:
     image.load()  # raises for a broken file
     with contextlib.suppress(Exception):  # Pillow's errors for broken EXIF are of many kinds
         return ImageOps.exif_transpose(image)
+    return image
+
+
+def _of_8_bits(image: Image.Image) -> Image.Image:
+    """The image with at most 8 bits a channel. Pillow would cut off what is above 255, so that it becomes white.
+
+    Raises ValueError for pixels of 32 bits unless they are whole numbers from 0 to 255: their range is not known.
+    """
+    if image.mode.startswith("I;16"):
+        return Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
+    values = np.asarray(image) if image.mode in ("I", "F") else np.zeros(1)
+    if not np.array_equal(values, np.clip(np.rint(values), 0, 255)):
+        raise ValueError(
+            f"an image of mode {image.mode!r} has pixels from {values.min()} to {values.max()}; they must be whole "
+            "numbers from 0 to 255"
+        )
     return image

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import signal
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -38,6 +39,11 @@ class Toy(Actor):
     async def complain(self, value: int) -> None:
         """Raises the caller's mistake."""
         raise ValueError(f"value is {value}; it must be even")
+
+    @endpoint
+    async def exit(self, status: int) -> None:
+        """Raises SystemExit."""
+        sys.exit(status)
 
     @endpoint
     async def complain_in_two_parts(self) -> None:

@@ -44,6 +44,7 @@ def test_the_scale_is_that_of_peft() -> None:
     [
         ({"rank": 0}, "rank is 0; it must be at least 1"),
         ({"alpha": 0.0}, "alpha is 0.0; it must be above 0"),
+        ({"alpha": 1e39}, r"alpha is 1e\+39; it must be above 0 and finite, in float32"),
     ],
 )
 def test_mistakes_are_refused(options: dict[str, Any], message: str) -> None:
@@ -51,8 +52,8 @@ def test_mistakes_are_refused(options: dict[str, Any], message: str) -> None:
         LoRAConfig(**options)
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a/b", "ä", "a\n", "a" * 65])
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "ä", "a\n", "a" * 65, ".", "..", ".hidden"])
 def test_other_names_of_adapters_are_refused(name: str) -> None:
-    check_adapter_name("User-7.v_2")
+    check_adapter_name("User-7.v_2.")
     with pytest.raises(ValueError, match="1 to 64 letters, digits, dots, underscores or hyphens"):
         check_adapter_name(name)

@@ -152,6 +152,7 @@ def test_mistakes_arrive_and_the_actor_goes_on() -> None:
             rank.complain.call_one(): (TypeError, "missing 1 required"),
             rank.complain_in_two_parts.call_one(): (RuntimeError, "TwoPartError: this and that"),
             rank.lock.call_one(): (TypeError, "cannot pickle"),
+            rank.exit.call_one(3): (RuntimeError, "SystemExit: 3"),  # as a loss of the user's may raise it
         }
         for call, (kind, text) in mistakes.items():
             with pytest.raises(ActorError, match=text) as caught:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rl.advantages import ADVANTAGES, group_mean, group_mean_std, leave_one_out
+from rl.advantages import ADVANTAGES, all_advantages, group_mean, group_mean_std, leave_one_out
 
 REWARDS = st.lists(st.floats(-100, 100), min_size=2, max_size=12)
 FOUR = np.array([1.0, 0.0, 0.5, 0.0])
@@ -77,3 +77,11 @@ def test_a_group_of_one_has_nothing_to_compare_with() -> None:
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_group_that_lost_all_its_rollouts_has_no_advantages(name: str) -> None:
     assert ADVANTAGES[name](np.zeros(0)).tolist() == []
+
+
+@pytest.mark.parametrize("name", all_advantages())
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_a_reward_that_is_not_finite_is_refused(name: str, wrong: float) -> None:
+    more = {"lengths": np.array([1, 2, 3])} if name == "optimal_baseline" else {}
+    with pytest.raises(ValueError, match=rf"rewards\[1\] is {wrong}; |given a reward of {wrong}; "):
+        all_advantages()[name](np.array([1.0, wrong, 0.0]), **more)

@@ -87,3 +87,19 @@ def test_each_role_has_a_baseline_of_its_own() -> None:
     assert baselines.means == {"first": 0.75, "second": -0.5}
     with pytest.raises(ValueError, match=r"decay is 1; it must be in \[0, 1\)"):
         RoleBaselines(decay=1)
+
+
+def test_rounding_makes_no_rollout_the_best() -> None:
+    assert not pass_at_k(np.array([0.0, 0.3, 0.1 + 0.2])).any()
+
+
+def test_a_reward_that_is_not_finite_stays_in_no_baseline() -> None:
+    baselines = RoleBaselines()
+    for refused in (
+        lambda: baselines.advantage("first", float("nan")),
+        lambda: remax(np.array([1.0, 0.0]), float("nan")),
+        lambda: remax(np.array([1.0, float("inf")]), 0.0),
+    ):
+        with pytest.raises(ValueError, match=r"rewards\[.\] is (nan|inf); rewards and advantages must be finite"):
+            refused()
+    assert baselines.advantage("first", 1.0) == pytest.approx(0.95)

@@ -133,6 +133,14 @@ def test_mistakes_name_the_datum_and_the_field(datum: Datum, message: str) -> No
         validate_batch([_valid(), datum], required_inputs=("logprobs",), vocab_size=50, max_seq_len=32)
 
 
+@pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs"])
+def test_a_log_prob_is_at_most_0_but_for_rounding(name: str) -> None:
+    for value in (0.0, 1e-4):
+        validate_batch([_with(name, np.array([-1, value, 0], np.float32))], vocab_size=50, max_seq_len=32)
+    with pytest.raises(ValueError, match=rf"batch\[0\].loss_inputs\['{name}'\]\[1\] is 0.5; a log-prob is at most 0"):
+        validate_batch([_with(name, np.array([-1, 0.5, 0], np.float32))], vocab_size=50, max_seq_len=32)
+
+
 @pytest.mark.parametrize(
     ("experts", "message"), [(None, "have no experts to choose"), ((1, 2, 4), "has the expert 1 twice")]
 )
@@ -144,7 +152,7 @@ def test_routes_that_no_layer_can_take_are_named(experts: tuple[int, int, int] |
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", ">f4", "int8", "uint64", "bool"])
 def test_numbers_may_have_any_dtype(dtype: str) -> None:
-    validate_batch([_with("logprobs", np.ones(3, dtype))], vocab_size=50, max_seq_len=32)
+    validate_batch([_with("advantages", np.ones(3, dtype))], vocab_size=50, max_seq_len=32)
 
 
 @pytest.mark.parametrize(

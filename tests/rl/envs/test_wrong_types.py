@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rl.checks import check_types
+from rl.data.sources import EnvExamples, EnvPreferences, JsonlExamples, JsonlPreferences
 from rl.envs.code_problems import CodeProblems
 from rl.envs.even_words import NumberWords
 from rl.envs.guess_number import GuessNumber
@@ -24,7 +25,7 @@ from rl.envs.python_arithmetic import PythonArithmetic
 from rl.envs.reasoning import ReasoningGym
 from rl.envs.reward_model import RewardModel
 from rl.envs.tools import ToolEnv
-from rl.types import SamplingParams
+from rl.types import AdamParams, SamplingParams
 from rl.vision.colours import GuessColour
 from rl.vision.image_rows import ImageRows
 
@@ -55,6 +56,44 @@ def test_a_field_of_another_type_is_named(kind: Any, field: str, value: object) 
         ValueError, match=rf"{kind.__name__}\.{field} is |env is a {type(value).__name__}, and its name"
     ):
         kind(**{**_REQUIRED[kind], field: value})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x: NumberWords(num_digits=x), r"NumberWords.num_digits\[1\] is 'a'; it must be a whole number"),
+        (lambda x: SamplingParams(max_tokens=1, stop_token_ids=x), r"SamplingParams.stop_token_ids\[1\] is 'a'"),
+        (lambda x: MCPServer(command=("true", *x)), r"MCPServer.command\[1\] is 3; it must be a str"),
+        (lambda x: Ramp(points=((0, 1.0), x)), r"Ramp.points\[1\]\[1\] is 'a'; it must be a number"),
+        (lambda x: ReasoningGym(task="chain_sum", stop=x), r"ReasoningGym.stop\[0\] is 3; it must be a str"),
+        (lambda x: ToolEnv(env=LargestNumber(), tools=x), r"ToolEnv.tools\[0\] is 3; it must be a str or a MCPServer"),
+        (lambda x: ReasoningGym(task="chain_sum", params={x[0]: 1}), r"a name in ReasoningGym.params is 3; it must be"),
+        (
+            lambda x: AdamParams(learning_rate=1e-3, learning_rate_multipliers={"*": x[1]}),
+            r"AdamParams.learning_rate_multipliers\['\*'\] is 'a'; it must be a number",
+        ),
+    ],
+)
+@pytest.mark.parametrize("container", [tuple, list])
+def test_an_item_of_another_type_is_named(make: Any, message: str, container: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(container([3, "a"]))
+
+
+@pytest.mark.parametrize("kind", [JsonlExamples, JsonlPreferences])
+def test_files_of_examples_are_named_by_paths_or_texts(kind: Any) -> None:
+    assert kind(path="rows.jsonl", eval_path="others.jsonl") == kind(
+        path=Path("rows.jsonl"), eval_path=Path("others.jsonl")
+    )
+    for options, field in (({"path": None}, "path is None"), ({"path": Path("x"), "eval_path": 5}, "eval_path is 5")):
+        with pytest.raises(ValueError, match=rf"{kind.__name__}\.{field}; it must be a Path"):
+            kind(**options)
+
+
+@pytest.mark.parametrize("kind", [EnvExamples, EnvPreferences])
+def test_examples_need_an_environment(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"env is a NoneType, and its name is None"):
+        kind(env=None)
 
 
 def test_lists_and_names_of_files_may_stand_for_tuples_and_paths(tmp_path: Path) -> None:

@@ -68,12 +68,21 @@ def test_a_users_loss_checks_the_ranges_of_its_options() -> None:
 
 
 @pytest.mark.stranger("B3")
-def test_a_mistake_in_a_users_module_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_losses.py").write_text("def f(:\n")
+@pytest.mark.parametrize(
+    ("module", "content", "message"),
+    [
+        ("broken_losses", "def f(:\n", ".*broken_losses.py, line 1"),
+        ("ending_losses", "\nraise SystemExit(0)", r"SystemExit: 0 \(.*ending_losses.py, line 2\)"),
+    ],
+)
+def test_a_mistake_in_a_users_module_is_named(
+    module: str, content: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{module}.py").write_text(content)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, ""])
-    with pytest.raises(ValueError, match=r"loss broken_losses:f cannot be imported: .*broken_losses.py, line 1"):
-        get_loss("broken_losses:f")
+    with pytest.raises(ValueError, match=f"loss {module}:f cannot be imported: {message}"):
+        get_loss(f"{module}:f")
 
 
 @pytest.mark.parametrize(

@@ -257,3 +257,19 @@ def test_loss_inputs_are_added_by_datum() -> None:
     assert more[0].loss_inputs.keys() - batch[0].loss_inputs.keys() == {"reference_logprobs", "old_logprobs"}
     with pytest.raises(ValueError, match="values has 1 arrays; the batch has 2"):
         with_inputs(batch, values=arrays[:1])
+
+
+@pytest.mark.parametrize(
+    ("advantage", "said"),
+    [
+        (lambda rewards: rewards.mean(), r"shape \(\): 0.5"),
+        (lambda rewards: rewards[:1], r"shape \(1,\): \[1.\]"),
+        (lambda rewards: 1 / rewards, r"shape \(2,\): \[ 1. inf\]"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_an_advantage_is_one_finite_number_per_reward(advantage: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"advantage returned {said}; one finite number for each of 2 rewards"):
+        group_to_data(_group(1.0, 0.0), advantage)
+    data = group_to_data(_group(1.0, 0.0), lambda rewards: cast("Any", (rewards - 0.25).tolist()))
+    assert [set(datum.loss_inputs["advantages"][datum.counted]) for datum in data] == [{0.75}, {-0.25}]

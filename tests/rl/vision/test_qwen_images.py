@@ -94,10 +94,33 @@ def test_a_photo_with_broken_exif_stays_as_it_is() -> None:
     assert pixels(broken).tobytes() == pixels(photo(32, 64, 1)).tobytes()
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "HSV", "F", "I;16"])
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "HSV", "F", "I"])
 def test_images_of_every_mode_become_rgb(mode: str) -> None:
-    image = Image.new("RGB", (4, 4), (200, 40, 90)).convert("L" if mode in ("F", "I;16") else mode).convert(mode)
+    image = Image.new("RGB", (4, 4), (200, 40, 90)).convert("L" if mode in ("F", "I") else mode).convert(mode)
     assert np.array_equal(np.asarray(pixels(file_bytes(image))), np.asarray(image.convert("RGB")))
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("form", ["PNG", "TIFF", None])
+def test_grey_of_16_bits_is_scaled_to_8(order: str, form: str | None) -> None:
+    grey = np.arange(256, dtype=np.uint16).reshape(16, 16)  # 257 times each is white's 65535 at 255
+    image = Image.fromarray((257 * grey).astype(f"{order}u2"))
+    file = io.BytesIO()
+    if form:
+        image.save(file, form)
+    read = np.asarray(pixels(file.getvalue() if form else file_bytes(image)))
+    assert np.array_equal(read, np.repeat(grey[..., None], 3, axis=2))
+
+
+@pytest.mark.parametrize("values", [np.array([[0.0, 0.5], [0.75, 1.0]], np.float32), np.array([[0, 65535]], np.int32)])
+def test_grey_of_an_unknown_range_is_refused(values: Any) -> None:
+    image, file = Image.fromarray(values), io.BytesIO()
+    image.save(file, "TIFF")
+    for read in (lambda: file_bytes(image), lambda: pixels(file.getvalue())):
+        with pytest.raises(
+            ValueError, match=r"mode '[FI]' has pixels from 0.* to .*; they must be whole numbers from 0"
+        ):
+            read()
 
 
 def test_replies_and_given_answers_may_follow_images(model: Path) -> None:

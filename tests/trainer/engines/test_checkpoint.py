@@ -150,8 +150,10 @@ def test_only_the_newest_checkpoints_are_kept(engine: Engine, tmp_path: Path) ->
     engine.load_checkpoint(runs / "step2", weights_only=True)  # versions begin again from 0
     engine.save_checkpoint(runs / "branch", keep_last=2)
     assert sorted(path.name for path in runs.iterdir()) == ["branch", "export", "notes", "step3"]
-    with pytest.raises(ValueError, match="keep_last is 0; it must be at least 1"):
-        engine.save_checkpoint(runs / "step4", keep_last=0)
+    wrong: Any
+    for wrong in (0, "x", 1.5, True):
+        with pytest.raises(ValueError, match=f"keep_last is {wrong!r}; it must be at least 1, and a whole number"):
+            engine.save_checkpoint(runs / "step4", keep_last=wrong)
 
 
 def test_loading_weights_only_starts_anew_from_them(engine: Engine, model: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from rl.checks import is_of
 from trainer.engines.pytorch.checkpoint_reader import CheckpointReader
 
 _FILE = "ownloop.json"
@@ -264,8 +265,8 @@ class CheckpointSaver:
         `path` exists and ownloop did not write it, if it cannot be written, or if there is no room for `size_bytes`;
         and OSError, on every rank, if one cannot write.
         """
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last is {keep_last}; it must be at least 1")
+        if keep_last is not None and not (is_of(keep_last, int) and keep_last >= 1):
+            raise ValueError(f"keep_last is {keep_last!r}; it must be at least 1, and a whole number")
         self.wait()
         path = path.absolute()
         begin(path, size_bytes)
