@@ -1,6 +1,6 @@
 """Mixtures of experts as torchtitan builds them, but computed in any dtype; Qwen3-MoE, whose layers all are ones.
 
-Layers with sigmoid routing, a selection bias and shared experts are those of DeepSeek-V3 and GLM-4.5. The bias
+DeepSeek-V3 and GLM-4.5 have layers with sigmoid routing, a selection bias and shared experts. The bias
 (https://arxiv.org/abs/2408.15664) is a buffer that no gradient reaches. torchtitan would update it from the load of
 experts in a hook of its optimizer, which is not registered here: it stays as the checkpoint has it.
 """
