@@ -5,7 +5,7 @@ token, and each `ServedPolicy` knows at which of them it changed.
 """
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,8 +62,11 @@ def bounded(sampling: SamplingParams, vocab_size: int, *, masks_all: bool) -> Sa
     """The request as vLLM has to be asked, if kept words are to be returned.
 
     For a top-k of the whole vocabulary it would return none, so the least probable word is left out. With `masks_all`,
-    an engine of vLLM's option `return_sampling_mask`, it refuses greedy and uncut requests.
+    an engine of vLLM's option `return_sampling_mask`, it refuses greedy and uncut requests. Raises ValueError for a
+    stop token that the model does not have.
     """
+    if (last := max(sampling.stop_token_ids, default=0)) >= vocab_size:
+        raise ValueError(f"SamplingParams.stop_token_ids has {last}; token ids are between 0 and {vocab_size - 1}")
     if masks_all and sampling.temperature == 0:
         return replace(sampling, temperature=1.0, top_k=1)
     if masks_all and not sampling.cuts:
@@ -108,17 +111,20 @@ def to_vllm(sampling: SamplingParams, num_samples: int, tokenizer: Any) -> vllm.
     )
 
 
-def to_completions(output: RequestOutput, tokenizer: Any) -> list[Completion]:
+def to_completions(output: RequestOutput, tokenizer: Any, ends: Collection[int]) -> list[Completion]:
     """Converts a finished request. All its samples have the prompt's routes of the first one, as one array."""
-    first, *others = [to_completion(each, tokenizer, output.prompt_logprobs) for each in output.outputs]
+    first, *others = [to_completion(each, tokenizer, output.prompt_logprobs, ends) for each in output.outputs]
     if (routes := first.routes) is None:
         return [first, *others]
     return [first, *(replace(each, routes=replace(each.routes or routes, prompt=routes.prompt)) for each in others)]
 
 
-def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any) -> Completion:
+def to_completion(
+    sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any, ends: Collection[int] = ()
+) -> Completion:
     """Converts a finished sample. `prompt_logprobs` are the flat ones of vLLM's request output, or None.
 
+    `ends` are the model's own end tokens, some of which may be no special tokens of the tokenizer.
     Without a tokenizer the text is empty. Raises RuntimeError if vLLM did not finish the sample.
     """
     tokens = tuple(sample.token_ids)
@@ -130,7 +136,7 @@ def to_completion(sample: CompletionOutput, tokenizer: Any, prompt_logprobs: Any
         tokens=tokens,
         logprobs=tuple(sample.logprobs.logprobs),  # pyright: ignore[reportAttributeAccessIssue]
         versions=tuple(int(span.version) for span in sample.weight_versions for _ in range(span.start, span.end)),
-        text="" if tokenizer is None else _text(sample, tokenizer),
+        text="" if tokenizer is None else _text(sample, tokenizer, ends),
         finish_reason=sample.finish_reason,
         routes=None if sample.routed_experts is None else _routes(sample.routed_experts, len(tokens) - 1),
         kept=None if sample.sampling_mask is None else kept_sets(sample.sampling_mask.token_ids),
@@ -152,16 +158,18 @@ def _routes(experts: Any, num_sampled: int) -> Routes:
     return Routes(experts[:since], experts[since:].copy())  # a view would keep a second copy of the prompt's
 
 
-def _text(sample: CompletionOutput, tokenizer: Any) -> str:
-    """The text of a sample, without the stop string or the special token that ended it."""
+def _text(sample: CompletionOutput, tokenizer: Any, ends: Collection[int]) -> str:
+    """The text of a sample, without the stop string, the special token or the model's end token that ended it."""
     tokens, stop = tuple(sample.token_ids), sample.stop_reason
     if isinstance(stop, str):
-        # vLLM has cut the stop string off its text, which lacks all special tokens.
-        if said_tokens(tokenizer).isdisjoint(tokens):
-            return sample.text
-        text, found, _ = text_of(tokenizer, tokens).partition(stop)
-        return text if found else sample.text
-    ended = sample.finish_reason == "stop" and tokens and tokens[-1] in special_tokens(tokenizer)
+        # vLLM looks for it in text without special tokens, which may begin with a space that decoding leaves out. So it
+        # is cut off here, behind the last special token that is text: in front of that it would have been found before.
+        said = said_tokens(tokenizer)
+        behind = next((i for i in range(len(tokens), 0, -1) if tokens[i - 1] in said), 0)
+        text = text_of(tokenizer, tokens)
+        place = text.find(stop, len(text_of(tokenizer, tokens[:behind])))
+        return text[:place] if place >= 0 else sample.text
+    ended = sample.finish_reason == "stop" and tokens and tokens[-1] in {*special_tokens(tokenizer), *ends}
     return text_of(tokenizer, tokens[:-1] if ended else tokens)
 
 

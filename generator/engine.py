@@ -55,7 +55,7 @@ from generator.updates import WeightUpdates
 from rl.checks import check_known
 from rl.images import images_of, join_tokens
 from rl.lora import Policy
-from rl.system.hf_config import read_config, vision_of
+from rl.system.hf_config import end_token_ids, read_config, vision_of
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
 from rl.weights.transport import Feed
 from rl.weights.versions import Store, VersionRecord, WeightsError
@@ -247,7 +247,8 @@ class GenerationEngine:
 
     def _build(self) -> None:
         patch_masks()
-        self._vision = vision_of(read_config(self._config.model))
+        config = read_config(self._config.model)
+        self._vision, self._ends = vision_of(config), end_token_ids(self._config.model, config)
         if current_platform.is_cpu():
             patch_cpu()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_options(self._config)))
@@ -355,7 +356,7 @@ class GenerationEngine:
         self._running[request.id] = policy
 
     def _finish(self, output: RequestOutput) -> None:
-        self._calls.finish(output.request_id, lambda: to_completions(output, self._tokenizer))
+        self._calls.finish(output.request_id, lambda: to_completions(output, self._tokenizer, self._ends))
 
     def _cancel(self, cancel: Cancel) -> None:
         if not self._backlog.cancel(cancel):

@@ -249,6 +249,8 @@ def test_what_cannot_be_served_raises_and_harms_nobody(engine: GenerationEngine)
             await engine.generate([5, 9999], SamplingParams(max_tokens=5))
         with pytest.raises(ValueError, match="Token id -3 is out of vocabulary"):
             await engine.generate([5, -3], SamplingParams(max_tokens=5))
+        with pytest.raises(ValueError, match=r"stop_token_ids has 9999; token ids are between 0 and \d+$"):
+            await engine.generate(PROMPT, SamplingParams(max_tokens=5, stop_token_ids=(5, 9999)))
         for prompt in ("What is 2+2?", [5, 6.5], [[5, 6]]):
             with pytest.raises(ValueError, match=r"prompt_tokens starts with .*; it must be token ids"):
                 await engine.generate(cast(Any, prompt), SamplingParams(max_tokens=5))
