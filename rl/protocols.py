@@ -192,9 +192,10 @@ class Episode(Protocol):
 class Problem(Protocol):
     """A prompt, and episodes that attempt it. `rl.envs.procedural.TextProblem` is the single-turn implementation.
 
-    A problem may have two more attributes. `tools: Sequence[Mapping[str, Any]]` are JSON schemas of functions, which
+    A problem may have more attributes. `tools: Sequence[Mapping[str, Any]]` are JSON schemas of functions, which
     the model's chat template shows it together with the prompt (`rl.envs.tools`). `answer_of(completion) -> str` is the
-    end of an answer, such as the number in its box: evaluations count how often each was given.
+    end of an answer, such as the number in its box: evaluations count how often each was given. `best_reward: float` is
+    in the place of the environment's. `answer` and `wrong_answers` are as in `rl.data.sources.AnsweredProblem`.
     """
 
     @property
@@ -210,6 +211,28 @@ class Problem(Protocol):
     def start(self) -> Episode | Awaitable[Episode]:
         """Starts a new attempt, independent of all others. Runs in a thread or on the event loop, like `reply`."""
         ...
+
+
+class AroundProblem:
+    """What a problem that is made around another one, its `problem`, has from that."""
+
+    __slots__ = ()
+    problem: Problem
+
+    @property
+    def answer(self) -> str | None:
+        """A right completion; None if none is known."""
+        return getattr(self.problem, "answer", None)
+
+    @property
+    def wrong_answers(self) -> Sequence[str]:
+        """Plausible wrong completions; empty if none are known."""
+        return getattr(self.problem, "wrong_answers", ())
+
+    @property
+    def answer_of(self) -> Callable[[str], str]:
+        """See `Problem`."""
+        return getattr(self.problem, "answer_of", str.strip)
 
 
 class Env(Protocol):

@@ -291,4 +291,9 @@ def _answers(env: Env, problem: Problem) -> tuple[str, Sequence[str]]:
             f"environment {env.name!r} knows no answer to problem {problem.id!r}; supervised data need problems with "
             "an `answer`, or a JSONL file"
         )
+    if getattr(problem, "tools", ()):
+        raise ValueError(
+            f"problem {problem.id!r} of environment {env.name!r} has tools, which supervised data do not show; give "
+            "the environment without them, or ToolEnv.show_tools='system'"
+        )
     return problem.answer, problem.wrong_answers

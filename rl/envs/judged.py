@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from rl.checks import check_above_zero, check_at_least, check_types
-from rl.protocols import Done, Env, Episode, Problem, Prompt, Reply
+from rl.protocols import AroundProblem, Done, Env, Episode, Problem, Prompt, Reply
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, call_environment, require_env, time_limit_of, waiting
 from rl.rollouts.rendering import prompt_text
 from rl.types import Answer
@@ -204,7 +204,7 @@ class JudgedEnv:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedProblem:
+class JudgedProblem(AroundProblem):
     """A problem of the environment."""
 
     problem: Problem

@@ -10,20 +10,22 @@ Metrics get the name of the task: `reward_easy` in a step's row and in an evalua
 """
 
 import inspect
+import itertools
 import math
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from rl.checks import check_types
+from rl.checks import MAX_FLOAT32, check_at_least, check_between, check_types
 from rl.data.rows import hashed_number
-from rl.protocols import Done, Env, Episode, Problem, Prompt, Reply, best_reward_of
+from rl.protocols import AroundProblem, Done, Env, Episode, Problem, Prompt, Reply, best_reward_of
 from rl.rollouts.guard import require_env, time_limit_of
 
+_TAKEN = ("low", "high", "mean", "std")  # `reward_high` is a bound of the whole evaluation's reward
 _MEMORY = 0.98  # of a pass rate, from one episode to the next: it is a mean over the last fifty
 
 
@@ -49,6 +51,13 @@ class Task:
     weight: Weight = 1.0
     """How often its problems come, relative to the weights of the other tasks."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is no environment, and for a weight that is neither a number nor a function."""
+        require_env(self.env)
+        check_types(self)
+        if not callable(self.weight):
+            check_between(0, MAX_FLOAT32, **{"Task.weight": self.weight})
+
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
@@ -57,10 +66,12 @@ class Ramp:
     points: tuple[tuple[int, float], ...]
 
     def __post_init__(self) -> None:
-        """Raises ValueError unless the numbers rise."""
+        """Raises ValueError unless the numbers rise and the weights are at least 0."""
         check_types(self)
-        if not self.points or any(first[0] >= second[0] for first, second in pairwise(self.points)):
+        if not self.points or any(first[0] >= second[0] for first, second in itertools.pairwise(self.points)):
             raise ValueError(f"Ramp.points is {self.points}; it needs at least one, with rising numbers")
+        for number, weight in self.points:
+            check_between(0, MAX_FLOAT32, **{f"the weight of Ramp.points at {number}": weight})
 
     def __call__(self, progress: Progress) -> float:
         """The weight at a problem's number."""
@@ -76,6 +87,13 @@ class WhileUnsolved:
     weight: float = 1.0
     afterwards: float = 0.1
 
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        check_types(self)
+        check_at_least(0, **{"WhileUnsolved.pass_rate": self.pass_rate})
+        for name in ("weight", "afterwards"):
+            check_between(0, MAX_FLOAT32, **{f"WhileUnsolved.{name}": getattr(self, name)})
+
     def __call__(self, progress: Progress) -> float:
         """The weight at a pass rate."""
         return self.weight if progress.pass_rate < self.pass_rate else self.afterwards
@@ -88,15 +106,22 @@ class Mixture:
     """
 
     def __init__(self, **tasks: Task) -> None:
-        """`tasks` by the name that metrics have. Raises ValueError if answers of the tasks end at different strings."""
+        """`tasks` by the name that metrics have. Raises ValueError for tasks that are none or whose answers end at
+        different strings, for weights that are all 0, and for a name that makes a metric of every run.
+        """
         if len(tasks) < 2:
             raise ValueError(f"a Mixture has {len(tasks)} tasks; it needs at least 2, or use the environment itself")
         for name, task in tasks.items():
-            require_env(task.env)
-            if not callable(task.weight) and task.weight < 0:
-                raise ValueError(f"Mixture.{name}.weight is {task.weight}; it must be at least 0")
+            if not isinstance(task, Task):  # pyright: ignore[reportUnnecessaryIsInstance] - it is a recipe's
+                raise ValueError(f"Mixture.{name} is {task!r:.200}; it must be a Task")
+            if name in _TAKEN:
+                raise ValueError(
+                    f"Mixture has a task {name!r}; reward_{name} is a metric of every run: rename the task"
+                )
             if not (best := best_reward_of(task.env)) > 0:  # pass rates are shares of it
                 raise ValueError(f"Mixture.{name}: best_reward of {task.env.name!r} is {best}; it must be above 0")
+        if all(not callable(task.weight) and task.weight == 0 for task in tasks.values()):
+            raise ValueError("the weights of a Mixture are all 0; one must be above 0")
         self.tasks = tasks
         self.pass_rates = dict.fromkeys(tasks, 0.0)
         """See `Progress.pass_rate`."""
@@ -125,11 +150,19 @@ class Mixture:
 
     def eval_problems(self, count: int) -> Sequence[Problem]:
         """See `rl.protocols.Env`. The tasks take turns."""
-        share = -(-count // len(self.tasks))
-        of_tasks = [
-            [_OfTask(name, each) for each in task.env.eval_problems(share)] for name, task in self.tasks.items()
-        ]
-        return [problem for in_turn in zip(*of_tasks, strict=True) for problem in in_turn][:count]
+        names = list(itertools.islice(itertools.cycle(self.tasks), count))
+        of_tasks: dict[str, Iterator[Problem]] = {}
+        for name, share in Counter(names).items():
+            try:
+                problems = self.tasks[name].env.eval_problems(share)
+            except ValueError as error:
+                raise ValueError(
+                    f"Mixture.{name}, of which {share} of {count} held-out problems are: {error}"
+                ) from error
+            if len(problems) != share:
+                raise ValueError(f"Mixture.{name} has {len(problems)} held-out problems; it needs {share} of {count}")
+            of_tasks[name] = iter(problems)
+        return [_OfTask(name, self.tasks[name], next(of_tasks[name])) for name in names]
 
     def _draw(self, seed: int, number: int) -> Problem:
         weights = {
@@ -144,7 +177,7 @@ class Mixture:
         draw = random.Random(hashed_number(f"mixture/{seed}/{number}"))
         (name,) = draw.choices(list(weights), list(weights.values()))
         (problem,) = self.tasks[name].env.train_problems(seed, number, 1)
-        return _OfTask(name, problem, self._count)
+        return _OfTask(name, self.tasks[name], problem, self._count)
 
     def _count(self, name: str, reward: float) -> None:
         """Updates a task's pass rate by the reward of a training episode."""
@@ -152,20 +185,23 @@ class Mixture:
         self.pass_rates[name] = _MEMORY * self.pass_rates[name] + (1 - _MEMORY) * share
 
 
-class _OfTask:
+class _OfTask(AroundProblem):
     """A problem that says in its metrics which task it belongs to. It is its own episodes' maker."""
 
-    def __init__(self, task: str, problem: Problem, count: Callable[[str, float], None] | None = None) -> None:
-        self.id = f"{task}: {problem.id}"
+    def __init__(
+        self, name: str, task: Task, problem: Problem, count: Callable[[str, float], None] | None = None
+    ) -> None:
+        self.id = f"{name}: {problem.id}"
+        self.best_reward: float = getattr(problem, "best_reward", best_reward_of(task.env))
         self.prompt: Prompt = problem.prompt
         tools: Sequence[Mapping[str, Any]] | None = getattr(problem, "tools", None)
         if tools is not None:
             self.tools = tools
-        self._task, self._problem, self._count = task, problem, count
+        self._task, self.problem, self._count = name, problem, count
 
     def start(self) -> "Episode | Awaitable[Episode]":
         """See `rl.protocols.Problem`."""
-        episode = self._problem.start()
+        episode = self.problem.start()
         return self._started_later(episode) if inspect.isawaitable(episode) else _Episode(episode, self._finished)
 
     async def _started_later(self, episode: Awaitable[Episode]) -> Episode:

@@ -28,7 +28,7 @@ from typing import Any, Literal, cast, get_args
 
 from rl.checks import are_parts, check_above_zero, check_at_least, check_known, check_types
 from rl.envs.mcp_server import MCPServer, Tool
-from rl.protocols import Done, Env, Episode, Observation, Problem, Prompt, Reply, best_reward_of
+from rl.protocols import AroundProblem, Done, Env, Episode, Observation, Problem, Prompt, Reply, best_reward_of
 from rl.rollouts.guard import EnvironmentFailedError, call_environment, require_env, time_limit_of, words_of
 from rl.types import Answer
 
@@ -144,7 +144,7 @@ class ToolEnv:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolProblem:
+class ToolProblem(AroundProblem):
     """A question of the environment."""
 
     problem: Problem

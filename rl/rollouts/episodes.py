@@ -25,6 +25,11 @@ from rl.rollouts.rendering import ChatTemplateError, Renderer, prompt_text
 from rl.sampling import Ids, KeptSets
 from rl.types import Answer, Completion, Datum, Group, Rollout, SamplingParams, Turn, open_reasoning
 
+_RUN_METRICS = {
+    *("groups_with_signal", "env_failures", "completion_tokens_mean", "truncated_fraction", "turns_mean"),
+    *("seconds_environment_max", "reward", "reward_mean", "reward_std", "reward_low", "reward_high"),
+}
+"""What `rl.algorithms.metrics.rollout_metrics` and evaluations report of every run."""
 T = TypeVar("T")
 
 
@@ -192,7 +197,10 @@ def checked_reward(reply: Any) -> float:
     """The reward of an environment's reply. Raises `EnvironmentFailedError` for an invalid reply, reward or metric."""
     if not isinstance(reply, Observation | Done):
         raise EnvironmentFailedError(f"it replied with a {type(reply).__name__}; an Observation or a Done is expected")
-    for name, value in {"reward": reply.reward, **(reply.metrics if isinstance(reply, Done) else {})}.items():
+    metrics = reply.metrics if isinstance(reply, Done) else {}
+    if taken := sorted(_RUN_METRICS & metrics.keys()):
+        raise EnvironmentFailedError(f"its metric {taken[0]!r} has the name of one that every run reports; rename it")
+    for name, value in {"reward": reply.reward, **metrics}.items():
         if not _is_finite_float32(value):
             raise EnvironmentFailedError(f"its {name} is {value!r}; it must be a finite number")
     return float(reply.reward)

