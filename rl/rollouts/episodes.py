@@ -28,8 +28,9 @@ from rl.types import Answer, Completion, Datum, Group, Rollout, SamplingParams, 
 _RUN_METRICS = {
     *("groups_with_signal", "env_failures", "completion_tokens_mean", "truncated_fraction", "turns_mean"),
     *("seconds_environment_max", "reward", "reward_mean", "reward_std", "reward_low", "reward_high"),
+    *("step", "skipped", "loss", "grad_norm", "learning_rate", "policy_version", "entropy", "seconds_step"),
 }
-"""What `rl.algorithms.metrics.rollout_metrics` and evaluations report of every run."""
+"""What every run reports: `rl.algorithms.metrics.rollout_metrics`, evaluations, and the row of a step."""
 T = TypeVar("T")
 
 

@@ -53,6 +53,11 @@ def raises(logprobs: torch.Tensor, entropy: torch.Tensor | None, inputs: LossInp
     raise ArithmeticError("my own mistake")
 
 
+def ends(logprobs: torch.Tensor, entropy: torch.Tensor | None, inputs: LossInputs) -> object:
+    """A custom loss that would end its process."""
+    sys.exit("my own end")
+
+
 def test_two_ranks_equal_plain_autograd(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")
     config = TrainerConfig(
@@ -81,6 +86,8 @@ def test_two_ranks_equal_plain_autograd(tmp_path: Path) -> None:
 
             with pytest.raises(ArithmeticError, match="my own mistake"):
                 await trainer.forward_backward(batch, raises)
+            with pytest.raises(RuntimeError, match="SystemExit: my own end"):
+                await trainer.forward_backward(batch, ends)
             with pytest.raises(ValueError, match="without a gradient"):
                 await trainer.optim_step(PARAMS)
 

@@ -199,6 +199,7 @@ async def _hangs(turn: int, completion: str) -> Reply:
             "its metric 'reward_high' has the name of one",
         ),
         (lambda turn, text: Done(reward=0.0, metrics={"turns_mean": 1.0}), "that every run reports; rename it"),
+        (lambda turn, text: Done(reward=0.0, metrics={"step": 1.0}), "its metric 'step' has the name of one"),
         (lambda turn, text: Observation(messages=[{"role": "user", "content": "?"}]), "prompt is text and its obs"),
         (lambda turn, text: next(iter(())), "StopIteration"),
     ],
