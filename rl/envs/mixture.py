@@ -102,7 +102,9 @@ class WhileUnsolved:
 class Mixture:
     """An environment made of others. Each problem of the training stream is drawn from one task, by the weights.
 
-    The draw for problem i follows from the run's seed, i and the weights. Held-out problems come from all tasks alike.
+    The draw for problem i follows from the run's seed, i and the weights, and it is problem i of its task's own stream:
+    so a task's rows come as often as one another on average, not each once before any comes again. Held-out problems
+    come from all tasks alike.
     """
 
     def __init__(self, **tasks: Task) -> None:
@@ -114,10 +116,8 @@ class Mixture:
         for name, task in tasks.items():
             if not isinstance(task, Task):  # pyright: ignore[reportUnnecessaryIsInstance] - it is a recipe's
                 raise ValueError(f"Mixture.{name} is {task!r:.200}; it must be a Task")
-            if name in _TAKEN:
-                raise ValueError(
-                    f"Mixture has a task {name!r}; reward_{name} is a metric of every run: rename the task"
-                )
+            if name in _TAKEN or name.removesuffix("_low").removesuffix("_high") in tasks.keys() - {name}:
+                raise ValueError(f"Mixture has a task {name!r}; reward_{name} is another metric of the run: rename it")
             if not (best := best_reward_of(task.env)) > 0:  # pass rates are shares of it
                 raise ValueError(f"Mixture.{name}: best_reward of {task.env.name!r} is {best}; it must be above 0")
         if all(not callable(task.weight) and task.weight == 0 for task in tasks.values()):

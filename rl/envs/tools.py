@@ -158,6 +158,11 @@ class ToolProblem(AroundProblem):
         """The question's id."""
         return self.problem.id
 
+    @property
+    def best_reward(self) -> float:
+        """The question's own, of a mixture's task, or the environment's."""
+        return getattr(self.problem, "best_reward", self.settings.best_reward)
+
     async def start(self) -> "ToolEpisode":
         """Starts the environment's own episode."""
         limit_s = time_limit_of(self.settings.env)

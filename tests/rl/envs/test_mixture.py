@@ -139,8 +139,11 @@ def test_mistakes_are_named() -> None:
         Task(FOUR, weight=-1)
     with pytest.raises(ValueError, match=r"Mixture.four is LargestNumber.*; it must be a Task"):
         Mixture(two=Task(TWO), four=FOUR)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"has a task 'high'; reward_high is a metric of every run"):
+    with pytest.raises(ValueError, match=r"has a task 'high'; reward_high is another metric of the run"):
         Mixture(two=Task(TWO), high=Task(FOUR))
+    with pytest.raises(ValueError, match=r"has a task 'two_low'; reward_two_low is another metric of the run"):
+        Mixture(two=Task(TWO), two_low=Task(FOUR))
+    assert Mixture(two_low=Task(TWO), two_high=Task(FOUR)).eval_problems(2)
     penalised = type("Penalised", (LargestNumber,), {"best_reward": 0.0})()
     with pytest.raises(ValueError, match=r"Mixture.penalised: best_reward of .* is 0.0; it must be above 0"):
         Mixture(two=Task(TWO), penalised=Task(penalised))

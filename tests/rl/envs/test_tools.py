@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from rl.envs.calculator import calculate
 from rl.envs.check import check_env
+from rl.envs.mixture import Mixture, Task
 from rl.envs.procedural import TextProblem, eval_set, train_stream
 from rl.envs.tools import MAX_CALLS, ToolEnv, ToolFormat, parse_tool_calls
 from rl.protocols import Done, Observation, Reply
@@ -206,6 +207,8 @@ def test_the_best_reward_is_the_environments() -> None:
         best_reward = 5.0
 
     assert [ToolEnv(env=env, tools=(CALCULATE,)).best_reward for env in (Points(), Sums())] == [5.0, 1.0]
+    both = ToolEnv(env=Mixture(points=Task(Points()), sums=Task(Sums())), tools=(CALCULATE,))
+    assert [problem.best_reward for problem in both.eval_problems(2)] == [5.0, 1.0]
 
 
 @pytest.mark.parametrize(
