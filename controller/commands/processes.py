@@ -43,7 +43,7 @@ def descendants() -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):  # it ended while we looked
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                state, parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
                 if state != "Z":
                     children.setdefault(int(parent), []).append(int(entry.name))
     found: list[int] = []

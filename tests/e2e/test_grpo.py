@@ -51,7 +51,7 @@ def _left_behind(session: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                state, *_, of_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                state, *_, of_session = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:4]
             except OSError:
                 continue
             if int(of_session) == session and state != "Z":

@@ -22,3 +22,15 @@ assert end_descendants(grace_s=60.0) == 0
 
 def test_orphans_are_ended_too() -> None:
     subprocess.run([sys.executable, "-c", CODE], check=True, timeout=LIMIT_S)
+
+
+NAMED = """
+from pathlib import Path
+from controller.commands.processes import descendants
+Path("/proc/self/comm").write_bytes("日本語日本語".encode()[:14])  # the kernel keeps 15 bytes, and cuts characters
+assert descendants() == []
+"""
+
+
+def test_a_process_whose_name_is_no_text_is_passed_over() -> None:
+    subprocess.run([sys.executable, "-c", NAMED], check=True, timeout=LIMIT_S)

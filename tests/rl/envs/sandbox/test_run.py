@@ -172,6 +172,6 @@ def is_running(argument: str) -> bool:
 
 def _command_line(process: Path) -> str:
     try:
-        return (process / "cmdline").read_text()
+        return (process / "cmdline").read_text(errors="replace")
     except OSError:
         return ""
