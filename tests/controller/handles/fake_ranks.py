@@ -101,6 +101,6 @@ def random_batch(lengths: Sequence[int]) -> list[Datum]:
     arrays = [rng.integers(0, 64, length) for length in lengths]
     ones = [np.ones(length, np.float32) for length in lengths]
     return [
-        Datum(tokens=a, loss_inputs={"target_tokens": a, "logprobs": o, "advantages": o})
+        Datum(tokens=a, loss_inputs={"target_tokens": a, "logprobs": -o, "advantages": o})
         for a, o in zip(arrays, ones, strict=True)
     ]
