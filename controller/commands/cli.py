@@ -19,8 +19,9 @@ def main(arguments: list[str] | tuple[str, ...] | None = None) -> None:
     if arguments is None:
         sys.unraisablehook = _unraisable
     try:
-        from rl.system.hardware import keep_few_arenas
+        from rl.system.hardware import keep_few_arenas, open_standard_streams
 
+        open_standard_streams()
         keep_few_arenas()
         from controller.commands.command_line import run_command
 

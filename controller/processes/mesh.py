@@ -38,7 +38,7 @@ from controller.processes.errors import DeadlineError
 from controller.processes.place import Place, ThisHost
 from controller.processes.rank import Rank, answering
 from controller.processes.rank_processes import RankProcesses
-from controller.processes.rank_start import RankProcess, command_of_rank, prepare_ranks
+from controller.processes.rank_start import RankProcess, check_can_start, command_of_rank, prepare_ranks
 from rl.system.deadlines import Deadlines
 from rl.system.hardware import without_garbage_collection
 
@@ -147,8 +147,10 @@ class Mesh:
         `env` is set before a process imports anything; torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
         MASTER_PORT are set before the actor is constructed. A process's output goes to `<log_dir>/<name>-<rank>.log`.
         On other hosts the log is a copy, at most a second old. Reports of deaths go to `<log_dir>/controller.log`. If
-        the actor's constructor raises, the first call to the actor raises its exception.
+        the actor's constructor raises, the first call to the actor raises its exception. Raises ValueError where no
+        process can be started, and `MeshError` if one does not start.
         """
+        check_can_start(log_dir)
         ignore_unhandled_faults(log_dir.absolute() / "controller.log")
         forward_no_output()
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -313,7 +315,7 @@ async def _unwrapped(call: Awaitable[T], mesh: str) -> T:
     except ActorError as error:
         error.exception.add_note(f"raised in a process of {mesh!r}:\n{error.exception_formatted}")
         raise error.exception from None
-    except SupervisionError as error:
+    except (SupervisionError, ValueError) as error:  # a ValueError of Monarch's: the process did not start
         raise ProcessDiedError(str(error)) from None
 
 

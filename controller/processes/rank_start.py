@@ -1,6 +1,7 @@
 """What a rank's process does before its actor is there: it redirects its output, sets its signals, imports modules."""
 
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from monarch.spmd import SPMDActor
 
 from controller.processes.place import Place
 from controller.processes.rank_processes import answer_stack_signal
+from rl.system.disk import check_temporary_folder
 from rl.system.hardware import without_garbage_collection
 
 _LOG_FILE = "OWNLOOP_LOG_FILE"
@@ -43,6 +45,17 @@ class RankProcess(SPMDActor):
                 import_module(module)
 
 
+def check_can_start(log_dir: Path) -> None:
+    """Raises ValueError for surroundings of this process in which Monarch cannot start others, and cannot say why."""
+    check_temporary_folder()
+    try:
+        str(log_dir.absolute()).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the folder of logs is {str(log_dir)!r}, which is not UTF-8; name another folder") from None
+    if sys.stdout is None or sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
+        raise ValueError("standard output or standard error is closed; redirect it, to /dev/null for example")
+
+
 def command_of_rank(
     place: Place, log_files: tuple[Path, ...], env: Mapping[str, str]
 ) -> Callable[[Any], BootstrapCommand]:
@@ -50,7 +63,7 @@ def command_of_rank(
 
     def command(point: Any) -> BootstrapCommand:
         own = {**place.env(point.rank, log_files), _LOG_FILE: str(place.log_file(point.rank, log_files))}
-        return default_bootstrap_cmd().with_env({**env, **own, _MODULE_FOLDERS: os.pathsep.join(module_folders())})
+        return default_bootstrap_cmd().with_env({**env, **own, _MODULE_FOLDERS: json.dumps(module_folders())})
 
     return command
 
@@ -88,4 +101,4 @@ def _prepare_process() -> None:
     os.close(log)
     answer_stack_signal()
     # Behind all others: a user's module has no name of a package that this process needs.
-    sys.path += [each for each in os.environ[_MODULE_FOLDERS].split(os.pathsep) if each and each not in sys.path]
+    sys.path += [each for each in json.loads(os.environ[_MODULE_FOLDERS]) if each not in sys.path]

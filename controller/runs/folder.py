@@ -25,7 +25,6 @@ controller/runs/metric_rows.py.
 import contextlib
 import fcntl
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -45,6 +44,7 @@ from controller.runs.recording import (
 )
 from rl.system.disk import RecordingError, append_line, drop_unfinished_line, read_json, sync_file, to_json, write_json
 from rl.system.secret_fields import hide_secrets
+from rl.system.timeline import wall_time
 from rl.types import Group
 
 CONFIG_FILE = "config.json"
@@ -145,7 +145,7 @@ class RunFolder:
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Appends the metrics of a step or an evaluation. Raises `RecordingError` for any earlier write that failed."""
         self._writer.check()  # a failed write ends the run here
-        append_line(self.metrics_file, to_json({**metrics, "time": time.time(), "schema_version": SCHEMA_VERSION}))
+        append_line(self.metrics_file, to_json({**metrics, "time": wall_time(), "schema_version": SCHEMA_VERSION}))
 
     def log_rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
         """Writes every rollout of these groups in the background; `flush` waits for it.

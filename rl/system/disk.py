@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _BLOCK = 1 << 16
 _LOCK = ".lock"
 _MEMORY = Path("/dev/shm")
+_LONGEST_TMPDIR = 80  # Monarch puts sockets two names deeper there, and a socket's path has at most 107 bytes
 
 
 class RecordingError(RuntimeError):
@@ -160,6 +161,15 @@ def cache_directory() -> Path:
     if own := os.environ.get("OWNLOOP_CACHE"):
         return Path(own).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "ownloop"
+
+
+def check_temporary_folder() -> None:
+    """Raises ValueError if TMPDIR is no folder in which processes can meet. Python itself then takes another one."""
+    path = os.environ.get("TMPDIR", "/tmp")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ValueError(f"TMPDIR is {path!r}, which is no folder that can be written; name another, or unset it")
+    if (length := len(os.fsencode(path))) > _LONGEST_TMPDIR:
+        raise ValueError(f"TMPDIR is {path!r}, of {length} bytes; it may have {_LONGEST_TMPDIR}, for sockets' names")
 
 
 class OwnedFolder:

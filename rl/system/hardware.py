@@ -106,6 +106,20 @@ def cpu_thread_env(num_threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "3000"}
 
 
+def open_standard_streams() -> None:
+    """Opens the null device as standard input, output and error where a process was started without them.
+
+    Otherwise the next files that it opens would be written to as if they were these.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            if (null := os.open(os.devnull, os.O_RDWR)) != number:  # the lowest free number, if nothing was opened yet
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))
+
+
 def keep_few_arenas() -> None:
     """Lets the threads of this process share two of glibc's heaps; must run before there is a second thread.
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -76,7 +77,7 @@ class Timeline:
             yield
             return
         self._num_calls += is_call
-        begun, started = time.time_ns(), time.perf_counter_ns()
+        begun, started = wall_time(), time.perf_counter_ns()
         with self._guard:
             row = self._process(process)
             lane = row.take()
@@ -87,13 +88,13 @@ class Timeline:
             with self._guard:
                 heapq.heappush(row.free, lane)
                 self._events.append(
-                    {"ph": "X", "name": name, "pid": row.number, "tid": lane, "ts": begun / 1e3, "dur": lasted / 1e3}
+                    {"ph": "X", "name": name, "pid": row.number, "tid": lane, "ts": begun * 1e6, "dur": lasted / 1e3}
                 )
 
     def count(self, process: str, values: Mapping[str, float]) -> None:
         """Records numbers of a process as they are now, which viewers draw as curves."""
         with self._guard:
-            event = {"ph": "C", "name": "load", "pid": self._process(process).number, "ts": time.time_ns() / 1e3}
+            event = {"ph": "C", "name": "load", "pid": self._process(process).number, "ts": wall_time() * 1e6}
             self._events.append({**event, "args": dict(values)})
 
     def write(self) -> None:
@@ -134,6 +135,17 @@ def _end_of_events(stream: BinaryIO) -> int:
     start = max(0, size - _LONGEST_WRITE)
     stream.seek(start)
     return max(0, start + stream.read().rfind(b"},\n") + 1)
+
+
+def wall_time() -> float:
+    """Seconds since 1970. In one process it never goes back, also if the host's clock is set back meanwhile."""
+    return _of_start() + time.clock_gettime(time.CLOCK_BOOTTIME)  # which counts the time that a host is suspended, too
+
+
+@cache
+def _of_start() -> float:
+    """When this host was started, by its clock at the first call."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ from tests.e2e.toy_actor import Toy
 from tests.waiting import LIMIT_S, has_ended, wait_for_ends, wait_for_line
 
 pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
 
 CONTROLLER = """
 import asyncio, atexit, pathlib, sys
@@ -149,6 +152,44 @@ def test_an_idle_mesh_keeps_less_than_monarchs_own(tmp_path: Path) -> None:
     ]
     ours, monarchs = (int(process.communicate(timeout=LIMIT_S)[0].split()[-1]) for process in running)
     assert ours < 0.85 * monarchs  # 1.5 and 2.2 MB
+
+
+def test_a_process_that_does_not_start_is_no_mistake_of_the_users(tmp_path: Path) -> None:
+    async def main() -> None:
+        await Mesh.spawn("toy", Toy, 5, num_ranks=1, env={"PYTHONHOME": str(tmp_path / "none")}, log_dir=tmp_path)
+
+    with pytest.raises(MeshError, match="toy: rank 0 died in start: error creating proc"):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("temporary", "logs", "message"),
+    [
+        ("none", "logs", "TMPDIR is '.*none', which is no folder that can be written; name another, or unset it"),
+        ("d" * 90, "logs", "TMPDIR is '.*d', of [0-9]+ bytes; it may have 80, for sockets' names"),
+        ("", os.fsdecode(b"logs\xff"), "the folder of logs is '.*logs.*', which is not UTF-8; name another folder"),
+    ],
+)
+def test_surroundings_in_which_nothing_starts_are_refused(
+    temporary: str, logs: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / temporary))
+    (tmp_path / ("d" * 90)).mkdir()
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(Mesh.spawn("toy", Toy, 5, num_ranks=1, env={}, log_dir=tmp_path / logs))
+
+
+def test_the_longest_tmpdir_and_an_odd_script_folder_will_do(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="d" * (80 - len("/tmp/") - 8)) as temporary:
+        assert len(temporary) == 80
+        folder = tmp_path / os.fsdecode(b"a:b\xff c")
+        folder.mkdir()
+        (folder / "of_the_script.py").write_text("from tests.e2e.toy_actor import Toy as Own\n")
+        (folder / "script.py").write_text(CONTROLLER.replace('"toy", Toy', '"toy", "of_the_script:Own"'))
+        env = {**os.environ, "TMPDIR": temporary, "PYTHONPATH": str(ROOT)}
+        arguments = [sys.executable, str(folder / "script.py"), str(tmp_path / "logs"), "1", "stop"]
+        done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_process_that_dies_is_named_with_its_log(tmp_path: Path) -> None:

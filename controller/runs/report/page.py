@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,9 @@ def _headline(run: Path, rows: Sequence[Mapping[str, float]]) -> list[tuple[str,
         found.append((f"{kind} {curve['label']}", change if len(points) > 1 else f"{after:.3f} after {last:.0f} steps"))
     times = [row["time"] for row in rows if "time" in row]
     if times:  # the first row was written at the end of its step
-        found.append(("duration", duration(times[-1] - times[0] + rows[0].get("seconds_step", 0.0))))
+        # a resumed run's clock may have been set back in between
+        passed = sum(max(0.0, later - earlier) for earlier, later in pairwise(times))
+        found.append(("duration", duration(passed + rows[0].get("seconds_step", 0.0))))
     host = read_json(run / HOST_FILE) if (run / HOST_FILE).is_file() else {}
     return [*found, *((name, str(host[name])) for name in ("hardware", "versions") if name in host)]
 
@@ -198,10 +201,11 @@ def _timeline(file: Path, steps: Sequence[Mapping[str, float]]) -> dict[str, Any
     """The spans of the last steps, in seconds since the first of them; the controller first."""
     spans = read_timeline(file)
     ends = [row["time"] for row in steps if "time" in row]
-    if not spans or not ends:
-        return {"processes": [], "spans": [], "seconds": 0.0}
     last = steps[-_STEPS_IN_TIMELINE:]
-    begin = ends[-len(last)] - last[0]["seconds_step"]  # the first shown step began so long before its end
+    # the first shown step began so long before its end
+    begin = ends[-len(last)] - last[0]["seconds_step"] if ends else 0.0
+    if not spans or not ends or begin > ends[-1]:  # the clock was set back before the run was resumed
+        return {"processes": [], "spans": [], "seconds": 0.0}
     # the newest, if there are too many
     shown = [each for each in spans if each[4] > begin and each[3] < ends[-1]][-_MAX_SPANS:]
     # False sorts first

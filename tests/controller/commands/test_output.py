@@ -1,4 +1,4 @@
-"""Covers: controller/commands/output.py"""
+"""Covers: controller/commands/output.py, controller/commands/cli.py"""
 
 import os
 import subprocess
@@ -57,3 +57,17 @@ def test_output_is_back_when_an_exception_leaves_the_block(tmp_path: Path) -> No
     result = run(tmp_path, "raise")
     assert result.stdout.splitlines() == ["before"]
     assert result.stderr.endswith("ValueError: x\n")
+
+
+def test_a_process_without_standard_streams_gets_empty_ones(tmp_path: Path) -> None:
+    """As a daemon starts one. Files that are opened later must not become its output."""
+    code = (
+        "import sys; from controller.commands.cli import main\n"
+        "try: main(['list'])\nexcept SystemExit as end: open('status', 'w').write(str(end.code))\n"
+        "open('other', 'w').write('of its own'); print('lost'); print('lost', file=sys.stderr)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    subprocess.run(shell, cwd=tmp_path, env=env, timeout=120, check=True)
+    assert (tmp_path / "status").read_text() == "0"
+    assert (tmp_path / "other").read_text() == "of its own"

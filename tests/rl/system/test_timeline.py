@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from controller.runs.folder import RunFolder
 from controller.runs.report.page import read_timeline
 from rl.algorithms.metrics import PhaseClock
-from rl.system.timeline import Timeline, collect_gauges, gauge, span
+from rl.system.timeline import Timeline, collect_gauges, gauge, span, wall_time
 
 
 def _events(file: Path) -> list[dict[str, Any]]:
@@ -129,3 +130,22 @@ def test_only_the_end_of_a_long_timeline_is_read(tmp_path: Path) -> None:
     assert 5 < len(names) < 20
     assert names == [f"call {number}" for number in range(100)][-len(names) :]
     assert len({event["name"] for event in json.loads(timeline.file.read_text()) if event["ph"] == "X"}) == 100
+
+
+def test_a_clock_that_is_set_back_does_not_turn_time_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = wall_time()
+    assert abs(before - time.time()) < 60
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() - 3600)
+    monkeypatch.setattr(time, "time_ns", lambda: int((now() - 3600) * 1e9))
+    timeline, file = Timeline(tmp_path / "timeline.json"), tmp_path / "timeline.json"
+    with timeline.record("trainer", "forward"):
+        pass
+    timeline.count("trainer", {"cpu": 1.0})
+    timeline.write()
+    times = [event["ts"] / 1e6 for event in _events(file) if "ts" in event]
+    assert len(times) == 2
+    assert all(before <= at <= wall_time() for at in times)
+    folder = RunFolder(tmp_path / "run", {})
+    folder.log_metrics({"step": 1.0})
+    assert before <= folder.metrics()[0]["time"] <= wall_time()

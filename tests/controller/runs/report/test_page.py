@@ -18,6 +18,7 @@ from controller.runs.folder import HOST_FILE, METRICS, RunFolder
 from controller.runs.metric_rows import SCHEMA_VERSION
 from controller.runs.report.page import duration, report_contents, write_report
 from rl.system.disk import to_json, write_json
+from rl.system.timeline import TIMELINE, Timeline
 from tests.controller.runs.report.reported_runs import NASTY, dialogue, reported_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -108,6 +109,7 @@ def test_the_headline_has_change_duration_hardware_and_versions(tmp_path: Path) 
             [("training reward", "0.250 to 0.750, after 1 and 3 steps")],
         ),
         ([{"step": 1, "time": 5, "seconds_step": 2}, {"step": 2, "time": 10}], [("duration", "7 s")]),
+        ([{"step": i, "time": t} for i, t in enumerate((4000, 4010, 400, 405))], [("duration", "15 s")]),  # set back
     ],
 )
 def test_a_headline_leaves_out_what_is_not_known(tmp_path: Path, rows: list[Any], headline: list[Any]) -> None:
@@ -116,6 +118,18 @@ def test_a_headline_leaves_out_what_is_not_known(tmp_path: Path, rows: list[Any]
         "".join(json.dumps({**row, "schema_version": SCHEMA_VERSION}) + "\n" for row in rows)
     )
     assert report_contents(folder.path)["headline"] == headline
+
+
+def test_a_clock_set_back_between_two_starts_gives_no_negative_time(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a", {})
+    rows = [{"step": i, "time": t, "seconds_step": 1.0} for i, t in enumerate((4000, 4010, 400, 405))]
+    lines = [json.dumps({**row, "schema_version": SCHEMA_VERSION}) + "\n" for row in rows]
+    folder.metrics_file.write_text("".join(lines))
+    timeline = Timeline(folder.path / TIMELINE)
+    with timeline.record("controller", "generate"):
+        pass
+    timeline.write()
+    assert report_contents(folder.path)["timeline"] == {"processes": [], "spans": [], "seconds": 0.0}
 
 
 @pytest.mark.parametrize(
