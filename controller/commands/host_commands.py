@@ -20,6 +20,7 @@ from controller.hosts.connections import (
     resolve,
     tls_settings,
 )
+from rl.system.disk import check_temporary_folder
 
 if TYPE_CHECKING:
     from controller.hosts.examination import Examination
@@ -52,6 +53,7 @@ class Worker:
         check_listens_here(address)
         from controller.hosts.worker_process import Owner, serve
 
+        check_temporary_folder()
         owner = None if self.lifeline is None else Owner(_lifeline(self.lifeline), self.lost_after)
         with ExitStack() as stack:
             if address.scheme == "tls":

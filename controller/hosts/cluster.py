@@ -16,7 +16,6 @@ from controller.hosts.other_hosts import OtherHosts
 from controller.hosts.remote_host import Host, HostError
 from controller.processes.errors import HostLostError
 from controller.processes.place import GPUPool
-from rl.system.disk import check_temporary_folder
 
 _KNOWN_ANSWERS_S = 3.0  # that a worker which is not new has for its first answer; a host that is stopped gives none
 
@@ -151,7 +150,6 @@ class KnownWorkers:
 
 def prepare_transport(workers: Sequence[Address], certs: Path | None) -> None:
     """Has Monarch listen where these workers can answer. Raises ValueError if it listens elsewhere already."""
-    check_temporary_folder()
     from monarch.actor import enable_transport
 
     if workers[0].scheme == "tls":

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 
 from controller.hosts.connections import NUM_PORTS, SETTINGS, Address, apply, hold
-from rl.system.disk import check_temporary_folder
 
 _PR_SET_PDEATHSIG = 1
 _MOST_CRASHES = 5
@@ -48,9 +47,8 @@ class Owner:
 def serve(address: Address, tell: Callable[[str], None], owner: Owner | None = None) -> int:
     """Runs workers until a signal or the owner ends this process, and returns 0; 1 if they crash again and again.
 
-    Raises ValueError if none of the worker's ports is free, if the owner cannot be reached, and for a bad TMPDIR.
+    Raises ValueError if none of the worker's ports is free, or if the owner cannot be reached.
     """
-    check_temporary_folder()
     if owner is not None:
         owner.hold()
     crashes: list[float] = []

@@ -38,8 +38,9 @@ from controller.processes.errors import DeadlineError
 from controller.processes.place import Place, ThisHost
 from controller.processes.rank import Rank, answering
 from controller.processes.rank_processes import RankProcesses
-from controller.processes.rank_start import RankProcess, check_can_start, command_of_rank, prepare_ranks
+from controller.processes.rank_start import RankProcess, command_of_rank, prepare_ranks
 from rl.system.deadlines import Deadlines
+from rl.system.disk import check_temporary_folder
 from rl.system.hardware import without_garbage_collection
 
 T = TypeVar("T")
@@ -77,6 +78,12 @@ class _LastDeath:
     at = -_DEATH_IS_TOLD_S
     log_file: Path | None = None
     """Where the deaths of the newest mesh are reported."""
+
+    @classmethod
+    def tell_at_exit(cls) -> None:
+        """Registers the next method last, so that it runs first: before Monarch's, which ends its client."""
+        atexit.unregister(cls.wait_until_told)
+        atexit.register(cls.wait_until_told)
 
     @classmethod
     def wait_until_told(cls) -> None:
@@ -147,10 +154,10 @@ class Mesh:
         `env` is set before a process imports anything; torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
         MASTER_PORT are set before the actor is constructed. A process's output goes to `<log_dir>/<name>-<rank>.log`.
         On other hosts the log is a copy, at most a second old. Reports of deaths go to `<log_dir>/controller.log`. If
-        the actor's constructor raises, the first call to the actor raises its exception. Raises ValueError where no
-        process can be started, and `MeshError` if one does not start.
+        the actor's constructor raises, the first call to the actor raises its exception. Raises `MeshError` if a
+        process does not start, and ValueError for a TMPDIR in which none can.
         """
-        check_can_start(log_dir)
+        check_temporary_folder()
         ignore_unhandled_faults(log_dir.absolute() / "controller.log")
         forward_no_output()
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -158,6 +165,7 @@ class Mesh:
         deadlines, place = deadlines or Deadlines(), hosts or ThisHost()
         processes, command = await place.processes(name, (), log_files), command_of_rank(place, log_files, env)
         host_mesh, per_host = place.host_mesh(name), {"gpus": num_ranks // place.num_hosts}
+        _LastDeath.tell_at_exit()
         procs = host_mesh.spawn_procs(per_host, bootstrap_command=command, name=name)
         process = procs.spawn(f"{name}_process", RankProcess)
         mesh = cls(name, procs, None, (), log_files, place, host_mesh)
@@ -167,9 +175,6 @@ class Mesh:
             async with asyncio.timeout(deadlines.first_s):
                 await prepare_ranks(process, *await place.master())
             mesh.actors = procs.spawn(name, answering(made), *args)
-            # The function registered last runs first: this one before Monarch's, which ends its client.
-            atexit.unregister(_LastDeath.wait_until_told)
-            atexit.register(_LastDeath.wait_until_told)
         except TimeoutError:
             await mesh.stop()
             reason = f"its processes did not start within {deadlines.first_s:g} s"

@@ -17,7 +17,6 @@ from monarch.spmd import SPMDActor
 
 from controller.processes.place import Place
 from controller.processes.rank_processes import answer_stack_signal
-from rl.system.disk import check_temporary_folder
 from rl.system.hardware import without_garbage_collection
 
 _LOG_FILE = "OWNLOOP_LOG_FILE"
@@ -43,17 +42,6 @@ class RankProcess(SPMDActor):
         with without_garbage_collection():
             for module in modules:
                 import_module(module)
-
-
-def check_can_start(log_dir: Path) -> None:
-    """Raises ValueError for surroundings of this process in which Monarch cannot start others, and cannot say why."""
-    check_temporary_folder()
-    try:
-        str(log_dir.absolute()).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"the folder of logs is {str(log_dir)!r}, which is not UTF-8; name another folder") from None
-    if sys.stdout is None or sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
-        raise ValueError("standard output or standard error is closed; redirect it, to /dev/null for example")
 
 
 def command_of_rank(

@@ -107,17 +107,15 @@ def cpu_thread_env(num_threads: int) -> dict[str, str]:
 
 
 def open_standard_streams() -> None:
-    """Opens the null device as standard input, output and error where a process was started without them.
+    """Opens the null device where this process was started without standard input, output or error.
 
     Otherwise the next files that it opens would be written to as if they were these.
     """
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        if getattr(sys, name) is None:
-            if (null := os.open(os.devnull, os.O_RDWR)) != number:  # the lowest free number, if nothing was opened yet
-                os.dup2(null, number)
-                os.close(null)
-            os.set_inheritable(number, True)
-            setattr(sys, name, os.fdopen(number, mode))
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdin, sys.stdout = sys.stdin or os.fdopen(0), sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def keep_few_arenas() -> None:

@@ -6,6 +6,7 @@ Covers: controller/processes/mesh.py, controller/processes/rank_start.py
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from controller.processes.errors import DeadlineError, MeshError
 from controller.processes.mesh import Mesh
 from rl.system.deadlines import Deadlines
 from tests.e2e.toy_actor import Toy
-from tests.waiting import LIMIT_S, has_ended, wait_for_ends, wait_for_line
+from tests.waiting import LIMIT_S, has_ended, wait_for_end, wait_for_ends, wait_for_line, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -154,7 +155,7 @@ def test_an_idle_mesh_keeps_less_than_monarchs_own(tmp_path: Path) -> None:
     assert ours < 0.85 * monarchs  # 1.5 and 2.2 MB
 
 
-def test_a_process_that_does_not_start_is_no_mistake_of_the_users(tmp_path: Path) -> None:
+def test_a_process_that_does_not_start_is_no_users_mistake(tmp_path: Path) -> None:
     async def main() -> None:
         await Mesh.spawn("toy", Toy, 5, num_ranks=1, env={"PYTHONHOME": str(tmp_path / "none")}, log_dir=tmp_path)
 
@@ -163,20 +164,19 @@ def test_a_process_that_does_not_start_is_no_mistake_of_the_users(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("temporary", "logs", "message"),
+    ("temporary", "message"),
     [
-        ("none", "logs", "TMPDIR is '.*none', which is no folder that can be written; name another, or unset it"),
-        ("d" * 90, "logs", "TMPDIR is '.*d', of [0-9]+ bytes; it may have 80, for sockets' names"),
-        ("", os.fsdecode(b"logs\xff"), "the folder of logs is '.*logs.*', which is not UTF-8; name another folder"),
+        ("none", "TMPDIR is '.*none', which is no folder that can be written; name another, or unset it"),
+        ("d" * 90, "TMPDIR is '.*d', of [0-9]+ bytes; it may have 80, for sockets' names"),
     ],
 )
 def test_surroundings_in_which_nothing_starts_are_refused(
-    temporary: str, logs: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    temporary: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / temporary))
     (tmp_path / ("d" * 90)).mkdir()
     with pytest.raises(ValueError, match=message):
-        asyncio.run(Mesh.spawn("toy", Toy, 5, num_ranks=1, env={}, log_dir=tmp_path / logs))
+        asyncio.run(Mesh.spawn("toy", Toy, 5, num_ranks=1, env={}, log_dir=tmp_path))
 
 
 def test_the_longest_tmpdir_and_an_odd_script_folder_will_do(tmp_path: Path) -> None:
@@ -266,6 +266,25 @@ def test_no_process_outlives_a_killed_controller(tmp_path: Path) -> None:
         assert len(pids) == 2
         controller.kill()
     wait_for_ends(pids, "the ranks of a killed controller")
+
+
+def test_ctrl_c_while_processes_start_ends_all_quietly(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text("import os, time\nprint('importing', flush=True)\ntime.sleep(600)\n")
+    logs = tmp_path / "logs"
+    code = CONTROLLER.replace('"toy", Toy', '"toy", "tests.e2e.toy_actor:Toy"').replace(
+        "env=env", "env=env, loads=['endless']"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    arguments, pipe = [sys.executable, "-c", code, str(logs), "1"], subprocess.PIPE
+    with subprocess.Popen(arguments, env=env, stdout=pipe, stderr=pipe, text=True) as controller:
+        log = logs / "toy-0.log"
+        wait_until(lambda: log.exists() and "importing" in log.read_text(), "the import in the rank")
+        ranks = psutil.Process(controller.pid).children(recursive=True)
+        controller.send_signal(signal.SIGINT)
+        status, output, errors = wait_for_end(controller, "the controller")
+    assert (status, output) == (-signal.SIGINT, "shut down: True\n"), errors
+    assert errors.splitlines()[-1] == "KeyboardInterrupt"
+    wait_for_ends(ranks, "the ranks")
 
 
 def test_a_controller_hears_of_deaths_that_it_caused(tmp_path: Path) -> None:

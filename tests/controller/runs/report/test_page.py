@@ -120,7 +120,7 @@ def test_a_headline_leaves_out_what_is_not_known(tmp_path: Path, rows: list[Any]
     assert report_contents(folder.path)["headline"] == headline
 
 
-def test_a_clock_set_back_between_two_starts_gives_no_negative_time(tmp_path: Path) -> None:
+def test_a_clock_set_back_between_two_starts_of_a_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a", {})
     rows = [{"step": i, "time": t, "seconds_step": 1.0} for i, t in enumerate((4000, 4010, 400, 405))]
     lines = [json.dumps({**row, "schema_version": SCHEMA_VERSION}) + "\n" for row in rows]
