@@ -74,7 +74,8 @@ class Hosts:
 
         Its output goes to `log`, or to a pipe that is its `stdout`.
         """
-        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(self.folder / "state")}
+        path = os.pathsep.join([*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(ROOT)]).strip(os.pathsep)
+        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(self.folder / "state")}
         output = subprocess.PIPE if log is None else log.open("ab")
         process = subprocess.Popen(
             self.command(host, command),

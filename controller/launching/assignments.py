@@ -1,7 +1,7 @@
 """Who runs where: gives the meshes of a `Launcher` their names, hosts and GPUs, before any process starts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -218,7 +218,7 @@ def receiving(cluster: "Cluster", host: "Host") -> "GeneratorHost":
         name=host.name,
         identity=host.facts.identity,
         address=host.facts.address,
-        place=lambda: cluster.place(f"weights-{host.name}", [host], 0),
+        place=lambda: replace(cluster.place(f"weights-{host.name}", [host], 0), gpus=(host.facts.gpus,)),  # all
         is_lost=lambda: host.lost is not None,
     )
 

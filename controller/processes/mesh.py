@@ -320,7 +320,9 @@ async def _unwrapped(call: Awaitable[T], mesh: str) -> T:
     except ActorError as error:
         error.exception.add_note(f"raised in a process of {mesh!r}:\n{error.exception_formatted}")
         raise error.exception from None
-    except (SupervisionError, ValueError) as error:  # a ValueError of Monarch's: the process did not start
+    except (SupervisionError, ValueError) as error:
+        if isinstance(error, ValueError) and not str(error).startswith("error creating proc"):  # Monarch's own
+            raise
         raise ProcessDiedError(str(error)) from None
 
 

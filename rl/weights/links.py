@@ -112,6 +112,10 @@ class Link:
             raise LinkError(f"sending weights: {error}") from error
 
     @classmethod
+    def expect(cls) -> None:
+        """Called before this process makes room for what links of this kind bring. May raise `WeightsError`."""
+
+    @classmethod
     def accept(cls, link: "Link") -> "Link":
         """The receiving end of a link of this kind, of one whose transfer's id has arrived."""
         return link

@@ -23,7 +23,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
@@ -69,8 +69,8 @@ class Pair(Protocol):
 class Maker(Protocol):
     """How a process makes its ends of pairs."""
 
-    def why_not(self) -> str:
-        """Why this process cannot; empty if it can."""
+    def why_not(self, device: int | None) -> str:
+        """Why this process cannot; empty if it can. `device` is its only GPU; None stands for all, in turns."""
         ...
 
     def new_id(self) -> bytes:
@@ -92,15 +92,15 @@ class _UniqueId(ctypes.Structure):
 
 
 class NCCL:
-    """Makes pairs of GPUs. A trainer rank has its own GPU; a receiving process takes its host's in turns."""
+    """Makes pairs of GPUs."""
 
-    def __init__(self) -> None:
-        self._devices = itertools.count()
+    _devices: Iterator[int]
 
-    def why_not(self) -> str:
+    def why_not(self, device: int | None) -> str:
         if not (torch.cuda.is_available() and torch.version.cuda is not None):
             return "this process computes without CUDA"
         torch.cuda.init()  # so that the host's memory is pinned, which is allocated next
+        self._devices = itertools.cycle(range(torch.cuda.device_count()) if device is None else (device,))
         return ""
 
     def new_id(self) -> bytes:
@@ -110,9 +110,7 @@ class NCCL:
         return bytes(made)
 
     def make(self, pair_id: bytes, rank: int, timeout_s: float) -> "NCCLPair":
-        own = os.environ.get("LOCAL_RANK")
-        index = int(own) if own is not None else next(self._devices) % torch.cuda.device_count()
-        return NCCLPair(pair_id, rank, torch.device("cuda", index), timeout_s)
+        return NCCLPair(pair_id, rank, torch.device("cuda", next(self._devices)), timeout_s)
 
 
 class NCCLPair:
@@ -223,6 +221,12 @@ class NCCLLink(Link):
         return link
 
     @classmethod
+    def expect(cls) -> None:
+        """See `Link`."""
+        if problem := _refusal("this host", cls.maker.why_not(None)):
+            raise problem
+
+    @classmethod
     def accept(cls, link: Link) -> "NCCLLink":
         """The receiving end."""
         own = cls(link.connection, link.timeout_s)
@@ -327,7 +331,7 @@ class NCCLSender(NetworkSender):
 
     async def prepare(self, manifest: Manifest) -> None:
         """Also raises `WeightsError` if a rank or a host has no GPU."""
-        own = NCCLLink.maker.why_not()
+        own = NCCLLink.maker.why_not(int(os.environ.get("LOCAL_RANK", "0")))
         await asyncio.to_thread(raise_on_every_rank, _refusal("this trainer rank", own), CANNOT_PUBLISH)
         await on_rank_0(self._check_hosts)
         await super().prepare(manifest)
@@ -357,7 +361,7 @@ def _refusal(who: str, why_not: str) -> WeightsError | None:
 def _why_not(process: ReceivingProcess) -> str:
     """Why a receiving process cannot take part; empty if it can. What an earlier trainer left is freed."""
     _end_idle(process)
-    return NCCLLink.maker.why_not()
+    return NCCLLink.maker.why_not(None)
 
 
 def _end_idle(process: ReceivingProcess) -> None:

@@ -130,6 +130,7 @@ class ReceivingProcess:
         """Locks a buffer against readers and expects links. Raises `WeightsError`."""
         with self._one_at_a_time:
             self._break_off()
+            transfer.link.expect()
             memory = self._memory(transfer.record, transfer.publisher)
             known = memory.newest[0] if transfer.changes and memory.newest is not None else None
             if transfer.changes and (known is None or known.location != transfer.keep):

@@ -59,7 +59,7 @@ PARTS = (
     Part(
         "gpu_tests",
         "Tests marked `gpu` pass: kernels' choices, pinned offload of every engine, calls that run out of memory, CUDA "
-        "IPC with another process until it dies.",
+        "IPC with another process until it dies, pairs of NCCL between a process and two that pass on.",
         (*_PYTEST, "-m", "gpu", _ENGINES, "tests/rl/weights"),
     ),
     Part(
@@ -112,11 +112,12 @@ PARTS = (
     ),
     Part(
         "nccl",
-        "Versions of a process on a GPU reach the GPUs and the memory of two others, which pass them on, through pairs "
-        "that are made once; one of them dies, and its successor gets new pairs. Sockets stand in for NCCL.",
-        (*_PYTEST, "-m", "gpu", "tests/rl/weights/test_nccl.py"),
-        gpus=3,
+        "Between two hosts of a run, weights go from the trainer's GPU to one of the generator's host, through sockets in "
+        "place of NCCL; the receiving process dies, and its successor gets new communicators.",
+        (*_PYTEST, "-m", "gpu", "tests/hosts/test_weights_between_hosts.py"),
+        gpus=2,
         gib=2.0,
+        variables=_INTERPRETED,
     ),
     Part(
         "generator",

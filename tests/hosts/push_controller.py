@@ -1,4 +1,4 @@
-"""A controller with its trainer on h1 and its generator on h2: `python -m tests.hosts.push_controller MODEL LOGS`.
+"""A controller with trainer and generator on h1 and h2: `python -m tests.hosts.push_controller MODEL LOGS TRANSPORT`.
 
 It kills the receiving process between two pushes. Each line that it prints is a word and values.
 """
@@ -7,6 +7,7 @@ It kills the receiving process between two pushes. Each line that it prints is a
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from controller.hosts.connections import SETTINGS, apply
@@ -21,10 +22,13 @@ from rl.types import SamplingParams  # noqa: E402
 from trainer.config import TrainerConfig  # noqa: E402
 
 
-async def main(model: Path, logs: Path) -> None:
+async def main(model: Path, logs: Path, transport: str) -> None:
     """Pushes and pulls twice, and a third time after the kill."""
     hosts = WorkerHosts({"trainer": ("tcp://h1:26600",), "generator": ("tcp://h2:26600",)})
-    generating = GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=4)
+    generating = GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=4, weight_transport=transport)
+    if transport == "nccl":  # on GPUs
+        options = {"enforce_eager": True, "gpu_memory_utilization": 0.3}
+        generating = replace(generating, dtype="bfloat16", engine_args=options)
     async with Launcher(logs, hosts) as launcher:
         trainer, generator = await asyncio.gather(
             launcher.trainer(model, TrainerConfig(compute_dtype="float32"), generator=generating),
@@ -45,4 +49,4 @@ async def main(model: Path, logs: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))

@@ -88,12 +88,13 @@ def test_a_host_that_is_cut_off_keeps_its_version(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_between_hosts_a_launcher_takes_the_network(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("asked", "taken"), [("auto", "network"), pytest.param("nccl", "nccl", marks=pytest.mark.gpu)])
+def test_weights_between_the_hosts_of_a_launcher(tmp_path: Path, asked: str, taken: str) -> None:
     model = served_llama(tmp_path / "model", tied=True)
     with hosts_on_one_machine("ctl", "h1", "h2") as net:
         for host in ("h1", "h2"):
             net.start_worker(host)
-        command = [sys.executable, "-m", "tests.hosts.push_controller", str(model), str(tmp_path / "logs")]
+        command = [sys.executable, "-m", "tests.hosts.push_controller", str(model), str(tmp_path / "logs"), asked]
         printed = net.run("ctl", command, timeout_s=200)
-    assert "pushed network 2 True" in printed
+    assert f"pushed {taken} 2 True" in printed
     assert "sampled 0" in printed  # one to three tokens: the end is sampled too

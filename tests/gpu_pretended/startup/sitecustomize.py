@@ -42,9 +42,15 @@ def _measure_little(matrix_rate: Any) -> None:
     matrix_rate._SIZES["cuda"] = 64
 
 
+def _have_a_driver(host_agent: Any) -> None:
+    """A host without a driver's file is not asked for its GPUs."""
+    host_agent._GPU_DRIVERS = ("/",)
+
+
 if os.environ.get("PRETENDED_GPU"):
     AfterImport("torch", _compute)
     AfterImport("trainer.matrix_rate", _measure_little)
+    AfterImport("controller.hosts.host_agent", _have_a_driver)
     AfterImport("vllm.v1.sample.ops.topk_topp_sampler", _cut_without_triton)
     AfterImport("vllm.model_executor.layers.fused_moe.experts.triton_moe", _plain_experts)
     AfterImport("vllm.distributed.device_communicators.cuda_wrapper", _find_runtime)

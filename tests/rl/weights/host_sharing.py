@@ -56,7 +56,8 @@ class HostPairs:
     pairs: ClassVar[list["QueuePair"]] = []
     why_nots: ClassVar[Iterator[str]] = iter(())
 
-    def why_not(self) -> str:
+    def why_not(self, device: int | None) -> str:
+        del device  # all are the host
         return next(self.why_nots, "")
 
     def new_id(self) -> bytes:
