@@ -112,8 +112,8 @@ PARTS = (
     ),
     Part(
         "nccl",
-        "Between two hosts of a run, weights go from the trainer's GPU to one of the generator's host, through sockets in "
-        "place of NCCL; the receiving process dies, and its successor gets new communicators.",
+        "Between two hosts of a run, weights go from the trainer's GPU to one of the generator's host, through sockets "
+        "in place of NCCL; the receiving process dies, and its successor gets new communicators.",
         (*_PYTEST, "-m", "gpu", "tests/hosts/test_weights_between_hosts.py"),
         gpus=2,
         gib=2.0,
