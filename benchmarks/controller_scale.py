@@ -71,7 +71,7 @@ class CannedGenerator:
         completions = [
             Completion(
                 tokens=tuple(rng.integers(3, VOCAB_SIZE, length).tolist()),
-                logprobs=tuple(rng.normal(-2.0, 0.5, length).tolist()),
+                logprobs=tuple(rng.normal(-4.0, 0.5, length).tolist()),
                 versions=(0,) * length,
                 text="w4 " * length,
                 finish_reason="stop",
