@@ -2,12 +2,13 @@
 
 import contextlib
 import difflib
+import importlib
 import json
 import numbers
 import sys
 import traceback
 import types
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import distributions
 from pathlib import Path
@@ -197,15 +198,30 @@ def see_working_directory() -> None:
 
 
 @contextlib.contextmanager
-def errors_of_user_code(name: str) -> Generator[None]:
-    """Turns an error of code that the user wrote into a ValueError with the file and the line; others stay."""
+def errors_of_user_code(name: str, passing: tuple[type[Exception], ...] = ()) -> Generator[None]:
+    """Turns an error of code that the user wrote into a ValueError with the file and the line; `passing` ones stay."""
     try:
         yield
     except SyntaxError as error:
         raise ValueError(f"{name}: {error.filename}, line {error.lineno}: {error.msg}") from error
-    except ValueError:
+    except (ValueError, *passing):
         raise
     except (Exception, SystemExit) as error:  # a module may end the program that imports it
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
         where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
         raise ValueError(f"{name}: {type(error).__name__}: {error}{where}") from error
+
+
+def named_function(field: str, path: str) -> Callable[..., Any]:
+    """The user's function that "module:function" names. Raises ValueError naming the field if it cannot be imported."""
+    module, _, name = path.partition(":")
+    see_working_directory()
+    try:
+        with errors_of_user_code("its module", passing=(ImportError, AttributeError)):
+            found = getattr(importlib.import_module(module), name)
+    except (ValueError, ImportError, AttributeError) as error:
+        said = f"{field} is {path!r}, which cannot be imported ({error}); it must be "
+        raise ValueError(f'{said}"module:function"') from error
+    if not callable(found):
+        raise ValueError(f"{field} is {path!r}, a {type(found).__name__}; it must be a function")
+    return found

@@ -11,14 +11,13 @@ A tenth of the prompts is held out, chosen by their text (`rl.data.rows`).
 """
 
 import functools
-import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.checks import check_types, prompt_fault
+from rl.checks import check_types, named_function, prompt_fault
 from rl.data.rows import content_id, no_fault, python_order, read_rows, split, stream
 from rl.protocols import Done, Prompt
 
@@ -75,17 +74,7 @@ class JsonlReward:
         )
 
     def _reward_function(self) -> Callable[..., Any]:
-        module, _, function = self.reward.partition(":")
-        try:
-            found = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"JsonlReward.reward is {self.reward!r}, which cannot be imported ({error}); it must be "
-                '"module:function"'
-            ) from error
-        if not callable(found):
-            raise ValueError(f"JsonlReward.reward is {self.reward!r}, a {type(found).__name__}; it must be a function")
-        return found
+        return named_function("JsonlReward.reward", self.reward)
 
     def _split(self) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
         return _read(Path(self.file), self.prompt_field, self.fields)

@@ -18,7 +18,6 @@ A tool runs in a thread of this process. One that runs code of the model's belon
 
 import asyncio
 import functools
-import importlib
 import inspect
 import json
 import re
@@ -26,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
-from rl.checks import are_parts, check_above_zero, check_at_least, check_known, check_types
+from rl.checks import are_parts, check_above_zero, check_at_least, check_known, check_types, named_function
 from rl.envs.mcp_server import MCPServer, Tool
 from rl.protocols import AroundProblem, Done, Env, Episode, Observation, Problem, Prompt, Reply, best_reward_of
 from rl.rollouts.guard import EnvironmentFailedError, call_environment, require_env, time_limit_of, words_of
@@ -262,9 +261,8 @@ def _tool(path: str) -> Tool:
     """The JSON schema and the function. Raises ValueError if it cannot be imported or has no schema."""
     from transformers.utils.chat_template_utils import get_json_schema  # a second, which `--help` should not take
 
-    module, _, name = path.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
+        function = named_function("it", path)
         return get_json_schema(function), function
     except Exception as error:  # of the import, or of the docstring
         raise ValueError(f"ToolEnv.tools holds {path!r}, which cannot be a tool: {error}") from error

@@ -8,13 +8,12 @@ A tenth of the rows is held out, chosen by their content. Files of images stay o
 
 import functools
 import hashlib
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.checks import check_types
+from rl.checks import check_types, named_function
 from rl.data.rows import load_table, python_order, split, stream
 from rl.envs.procedural import TextProblem
 from rl.vision.qwen_images import file_bytes
@@ -94,13 +93,7 @@ class ImageRows:
     def _score(self, answer: str) -> Callable[[str], float]:
         if not self.reward:
             return functools.partial(_exact, answer)
-        module, _, function = self.reward.partition(":")
-        try:
-            return functools.partial(getattr(importlib.import_module(module), function), answer)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f'ImageRows.reward is {self.reward!r}, which cannot be imported ({error}); it must be "module:function"'
-            ) from error
+        return functools.partial(named_function("ImageRows.reward", self.reward), answer)
 
     def _rows(self) -> "_Rows":
         columns = (self.image_column, self.question_column, self.answer_column)

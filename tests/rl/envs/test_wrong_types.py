@@ -111,3 +111,29 @@ def test_a_check_says_whose_field_it_is() -> None:
     object.__setattr__(params, "seed", "1")
     with pytest.raises(ValueError, match=r"batch\[3\]\.seed is '1'; it must be a whole number or None"):
         check_types(params, "batch[3]")
+
+
+@pytest.mark.parametrize(
+    ("module", "content", "said"),
+    [
+        ("mine_cut", "def f(:\n", r"mine_cut.py, line 1: invalid syntax"),
+        ("mine_over", "\nraise SystemExit(0)", r"SystemExit: 0 \(.*mine_over.py, line 2\)"),
+        ("mine_wrong", "f = undefined", r"NameError: name 'undefined' is not defined \(.*mine_wrong.py, line 1\)"),
+        ("mine_apart", "import no_such_module", r"No module named 'no_such_module'"),
+        ("mine_strict", "raise ValueError('of mine')", "of mine"),
+        ("mine_five", "f = 5", r"a int; it must be a function"),
+        ("mine_other", "g = print", r"has no attribute 'f'"),
+    ],
+)
+def test_a_module_of_the_users_that_fails_is_named(
+    module: str, content: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{module}.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    for make in (
+        lambda: JsonlReward(file=tmp_path / "rows.jsonl", reward=f"{module}:f"),
+        lambda: ImageRows(dataset="rows.jsonl", answer_column="a", question="?", reward=f"{module}:f"),
+        lambda: ToolEnv(env=LargestNumber(), tools=(f"{module}:f",)),
+    ):
+        with pytest.raises(ValueError, match=rf"(reward is|tools holds) '{module}:f'.*{said}"):
+            make()
