@@ -292,8 +292,6 @@ def _answers(env: Env, problem: Problem) -> tuple[str, Sequence[str]]:
             "an `answer`, or a JSONL file"
         )
     if getattr(problem, "tools", ()):
-        raise ValueError(
-            f"problem {problem.id!r} of environment {env.name!r} has tools, which supervised data do not show; give "
-            "the environment without them, or ToolEnv.show_tools='system'"
-        )
+        said = f"problem {problem.id!r} of environment {env.name!r} has tools, which supervised data do not show"
+        raise ValueError(f"{said}; give the environment without them, or ToolEnv.show_tools='system'")
     return problem.answer, problem.wrong_answers

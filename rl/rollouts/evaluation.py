@@ -107,12 +107,9 @@ class Evaluation:
             raise ValueError(
                 f"k is {k}; it must be between 1 and the number of answers per problem, {self.num_samples}"
             )
-        best = self.best_rewards or [self.best_reward] * len(self.groups)
-        rates = [
-            _pass_at(k, _at_least(group.rewards, its_best if solved is None else solved))
-            for group, its_best in zip(self.groups, best, strict=True)
-            if len(group.rollouts) >= k
-        ]
+        bests = [solved] * len(self.groups) if solved is not None else self.best_rewards
+        pairs = zip(self.groups, bests or [self.best_reward] * len(self.groups), strict=True)
+        rates = [_pass_at(k, _at_least(group.rewards, best)) for group, best in pairs if len(group.rollouts) >= k]
         return bootstrap(np.array(rates)) if rates else _UNKNOWN
 
     def gain_over(self, before: "Evaluation") -> Interval:
