@@ -98,7 +98,7 @@ def _left_behind(before: set[Path]) -> set[Path]:
     mapped = ""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it may have ended by now
-            mapped += maps.read_text()
+            mapped += maps.read_text(errors="replace")
     return {path for path in set(Path("/dev/shm").iterdir()) - before if str(path) not in mapped}
 
 

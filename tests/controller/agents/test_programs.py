@@ -4,6 +4,7 @@ Covers: controller/agents/programs.py, controller/agents/endpoint.py
 """
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -146,9 +147,10 @@ def test_an_attempt_that_fails_costs_itself_alone(chat_engine: GenerationEngine)
     assert "no-such-program" in missing.failures[0]
 
 
+SLEEP = f"time.sleep({1000 + os.getpid()})"  # of no other test's process
 ENDLESS = f"""{ASK}
 import subprocess
-subprocess.Popen([sys.executable, "-c", "import os, time; os.setsid(); time.sleep(601)"])
+subprocess.Popen([sys.executable, "-c", "import os, time; os.setsid(); {SLEEP}"])
 while True:
     ask([{{"role": "user", "content": "x"}}])
 """
@@ -171,7 +173,7 @@ def test_limits_end_a_program_and_all_its_processes(
     assert session.ended_by == ended_by
     assert session.calls
     commands = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
-    assert not [command for command in commands if "time.sleep(601)" in command]
+    assert not [command for command in commands if SLEEP in command]
 
 
 def test_as_many_programs_run_at_once_as_are_allowed(chat_engine: GenerationEngine) -> None:

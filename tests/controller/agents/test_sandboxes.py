@@ -19,6 +19,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.seconds
 PYTHON = (sys.executable, "-c")
+SLEEP = f"time.sleep({2000 + os.getpid()})"  # of no other test's process
 ENV = {"SAID": "hello"}
 
 
@@ -96,11 +97,10 @@ def test_a_program_sees_nothing_else(tmp_path: Path, name: SandboxName) -> None:
 @pytest.mark.parametrize("name", ["local", bubblewrap])
 def test_no_process_outlives_a_sandbox(tmp_path: Path, name: SandboxName) -> None:
     # A child that leaves the session and its group, and writes that it lives.
-    child = "import os, time; os.setsid(); open('alive', 'w').write('x'); time.sleep(600)"
-    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+    child = f"import os, time; os.setsid(); open('alive', 'w').write('x'); {SLEEP}"
+    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); {SLEEP}"
 
     async def main() -> None:
-        before = {process.pid for process in psutil.process_iter()}
         sandbox = make_sandbox(name, Place(work=tmp_path / "work", url="", socket=None))
         await sandbox.create()
         running = asyncio.create_task(sandbox.run([*PYTHON, code], {}, 600))
@@ -108,14 +108,14 @@ def test_no_process_outlives_a_sandbox(tmp_path: Path, name: SandboxName) -> Non
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await sandbox.destroy()
-        await until(lambda: not _sleepers(before), "the end of the child")
+        await until(lambda: not _sleepers(), "the end of the child")
 
     asyncio.run(main())
 
 
-def _sleepers(before: set[int]) -> list[psutil.Process]:
-    found = [process for process in psutil.process_iter(["cmdline", "status"]) if process.pid not in before]
-    return [p for p in found if "time.sleep(600)" in " ".join(p.info["cmdline"] or ()) and p.info["status"] != "zombie"]
+def _sleepers() -> list[psutil.Process]:
+    found = list(psutil.process_iter(["cmdline", "status"]))
+    return [p for p in found if SLEEP in " ".join(p.info["cmdline"] or ()) and p.info["status"] != "zombie"]
 
 
 @pytest.mark.parametrize("name", ["local", bubblewrap])
