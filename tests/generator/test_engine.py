@@ -218,7 +218,7 @@ def test_more_requests_than_places_all_finish(engine: GenerationEngine) -> None:
 
 
 def test_the_load_has_what_ran_what_waited_and_what_was_cached(engine: GenerationEngine) -> None:
-    places, sampling = engine.llm.vllm_config.scheduler_config.max_num_seqs, SamplingParams(max_tokens=3)
+    places, sampling = engine.llm.vllm_config.scheduler_config.max_num_seqs, SamplingParams(max_tokens=40, seed=0)
     engine.load.take()
     _generate(engine, PROMPT, sampling, 2 * places)
     load = engine.load.take()
