@@ -192,6 +192,8 @@ def override(config: Any, options: Sequence[str], program: str, description: str
     config = _with_optional_parts(config, options)
     if not HELP & set(options):
         check_options(options, option_names(config))
+        if any(option.replace("_", "-").startswith("--lora-learning-rate") for option in options):
+            raise ValueError("--lora-learning-rate is a recipe's --learning-rate for adapters; give --learning-rate")
     else:
         config = with_hidden_secrets(config)
     return from_words(type(config), options, program, default=config, description=description, registry=_registry())

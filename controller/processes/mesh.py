@@ -34,7 +34,7 @@ from monarch._src.actor.logging import LoggingManager
 from monarch.actor import Actor, ActorError
 
 from controller.processes.calls import Calls, ProcessDiedError, Wait
-from controller.processes.errors import DeadlineError
+from controller.processes.errors import DeadlineError, MeshError
 from controller.processes.place import Place, ThisHost
 from controller.processes.rank import Rank, answering
 from controller.processes.rank_processes import RankProcesses
@@ -293,6 +293,7 @@ class Mesh:
             return
         self._stopped = True
         patience_s = _STOP_TIMEOUT_S if self.calls.failure is None else _KILLED_STOP_TIMEOUT_S
+        self.calls.failure = self.calls.failure or MeshError(self.name, "it was stopped, and takes no more calls")
         with contextlib.suppress(Exception):
             await asyncio.wait_for(_as_coroutine(self._procs.stop()), patience_s)
         self.kill()

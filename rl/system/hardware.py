@@ -107,10 +107,7 @@ def cpu_thread_env(num_threads: int) -> dict[str, str]:
 
 
 def open_standard_streams() -> None:
-    """Opens the null device where this process was started without standard input, output or error.
-
-    Otherwise the next files that it opens would be written to as if they were these.
-    """
+    """Opens the null device for standard streams that are closed, so that no file opened later takes their place."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

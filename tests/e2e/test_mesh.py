@@ -155,6 +155,21 @@ def test_an_idle_mesh_keeps_less_than_monarchs_own(tmp_path: Path) -> None:
     assert ours < 0.85 * monarchs  # 1.5 and 2.2 MB
 
 
+def test_a_mesh_that_was_stopped_says_so(tmp_path: Path) -> None:
+    async def main() -> None:
+        env = {"TOY_GREETING": "hello"}
+        mesh = await Mesh.spawn("toy", Toy, 5, num_ranks=1, env=env, log_dir=tmp_path / "logs")
+        under_way = asyncio.create_task(mesh.call("hang", [(600,)]))
+        (log,) = mesh.log_files
+        await asyncio.to_thread(wait_until, lambda: "hangs for" in log.read_text(), "the call that hangs")
+        await mesh.stop()
+        for call in (under_way, mesh.call("add", [(1,)]), mesh.answer(mesh.rank(0).add.call_one(1), "add")):
+            with pytest.raises(MeshError, match=r"^toy: it was stopped, and takes no more calls$"):
+                await call
+
+    asyncio.run(main())
+
+
 def test_a_process_that_does_not_start_is_no_users_mistake(tmp_path: Path) -> None:
     async def main() -> None:
         await Mesh.spawn("toy", Toy, 5, num_ranks=1, env={"PYTHONHOME": str(tmp_path / "none")}, log_dir=tmp_path)

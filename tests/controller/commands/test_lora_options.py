@@ -83,3 +83,11 @@ def test_help_shows_the_rate_of_the_whole_model() -> None:
     text = str(caught.value)
     assert "--lora.rank" in text
     assert "(default: 2e-05)" in text[text.index("--learning-rate") : text.index("--lora-learning-rate")]
+
+
+@pytest.mark.parametrize("options", [("--lora-learning-rate", "0.1"), ("--lora.rank=8", "--lora_learning_rate=0.1")])
+def test_the_rate_of_adapters_is_given_as_the_learning_rate(options: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"--lora-learning-rate is a recipe's .* for adapters; give --learning-rate"):
+        configuration("grpo_smollm2_cpu", options, "run")
+    config = configuration("grpo_smollm2_cpu", ["--lora.rank=8", "--learning-rate=0.1"], "run")
+    assert config.learning_rate == 0.1
