@@ -116,8 +116,9 @@ def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="make stress", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("rounds", type=int, help="how often the tests run")
-    parser.add_argument("--folder", type=Path, help="where a new folder gets logs and results; /tmp")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="gets a folder of this run")
     options, pytest_args = parser.parse_known_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="ownloop-stress-", dir=options.folder))
     print(f"logs and results: {folder}", flush=True)
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -215,7 +215,7 @@ def test_that_hangs():
 
 def _stress(folder: Path, tests: str, rounds: int) -> subprocess.Popen[str]:
     (folder / "test_fake.py").write_text(tests)
-    command = [sys.executable, "-m", "tests.stress", str(rounds), f"--folder={folder}"]
+    command = [sys.executable, "-m", "tests.stress", str(rounds), f"--folder={folder / 'new'}"]
     command += ["-n0", "-pno:cacheprovider", str(folder)]
     return subprocess.Popen(command, env=_env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -225,7 +225,7 @@ def test_stress_says_how_often_a_test_failed(tmp_path: Path) -> None:
     process = _stress(tmp_path, _EVERY_SECOND, 4)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 1, output
-    lines, (folder,) = output.splitlines(), tmp_path.glob("ownloop-stress-*")
+    lines, (folder,) = output.splitlines(), tmp_path.glob("new/ownloop-stress-*")
     runs = (tmp_path / "runs").read_text().split()
     assert [line.rpartition(" failed")[0] for line in lines[1:5]] == [
         "round 1, 2 busy loops: 0",

@@ -232,9 +232,13 @@ class NCCLLink(Link):
         own = cls(link.connection, link.timeout_s)
         own._key = own.receive_bytes(_KEY_BYTES)
         own._pair = cls.idle[""].pop(own._key, None)
-        own.send(_UNKNOWN if own._pair is None else _KNOWN)
-        if own._pair is None:
-            own._pair = cls.maker.make(own.receive_bytes(_ID_BYTES), 1, link.timeout_s)
+        try:
+            own.send(_UNKNOWN if own._pair is None else _KNOWN)
+            if own._pair is None:
+                own._pair = cls.maker.make(own.receive_bytes(_ID_BYTES), 1, link.timeout_s)
+        except BaseException:
+            own.close()
+            raise
         return own
 
     def _find_pair(self, place: str) -> None:

@@ -6,13 +6,15 @@ Covers: rl/weights/nccl.py
 import asyncio
 import os
 import re
+import socket
 from collections.abc import Generator
+from queue import SimpleQueue
 
 import pytest
 import torch
 
 from rl.lora import LoRAConfig
-from rl.weights.links import Link
+from rl.weights.links import Link, LinkError
 from rl.weights.nccl import NCCLLink
 from rl.weights.receiving_process import ReceivingProcess
 from rl.weights.versions import UnknownVersionError, VersionRecord, WeightsError
@@ -91,6 +93,20 @@ def test_a_host_whose_process_is_new_gets_new_pairs(monkeypatch: pytest.MonkeyPa
     NCCLLink.idle[""].clear()  # what a process that ends takes along
     assert_read("h1", push(publisher, 2), monkeypatch)
     assert [pair.has_ended for pair in pairs if pair.rank == 0].count(True) == len(pairs) // 4
+
+
+@pytest.mark.usefixtures("pairs")
+def test_a_link_that_breaks_in_its_handshake_ends_the_pair() -> None:
+    kept = QueuePair(SimpleQueue(), 1, 5.0)
+    NCCLLink.idle[""][b"k" * 16] = kept
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sending:
+        receiving = Link(server.accept()[0], 5.0)
+        sending.sendall(b"k" * 16)
+        receiving.connection.shutdown(socket.SHUT_WR)
+        with pytest.raises(LinkError, match="sending weights"):
+            NCCLLink.accept(receiving)
+    assert kept.has_ended
+    assert not NCCLLink.idle[""]
 
 
 @pytest.mark.usefixtures("pairs")
