@@ -9,6 +9,7 @@ import uuid
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -146,11 +147,11 @@ class WeightPublisher:
         if self._sender is None:
             return
         problem: WeightsError | None = None
-        try:
-            withdrawn = await self._index.withdraw() if self._rank == 0 else ()
-            await self._sender.close(withdrawn)
-        except WeightsError as error:
-            problem = error
+        for free in (self._index.withdraw, partial(self._sender.close, self._index.records)):
+            try:
+                await free()
+            except WeightsError as error:  # memory is freed although TorchStore is gone
+                problem = problem or error
         await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
 
     async def _prepare(self, tensors: NamedTensors, frozen: Collection[str]) -> Sender:

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from rl.system.hardware import host_identity
 from rl.weights import copies
@@ -21,7 +20,7 @@ from rl.weights.buffer import BufferLocation, Sealed, WeightBuffer, held_version
 from rl.weights.copies import Workers
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, on_rank_0, own_rank, raise_on_every_rank
 from rl.weights.transport import Shard
-from rl.weights.versions import LIVING_VERSIONS, Manifest, Store, TensorSpec, VersionIndex, VersionRecord, WeightsError
+from rl.weights.versions import Manifest, Store, TensorSpec, VersionIndex, VersionRecord, WeightsError
 
 
 class SharedMemory:
@@ -71,40 +70,37 @@ class SharedMemorySender:
         self._workers = Workers()
 
     def _make_buffers(self, manifest: Manifest) -> Sequence[WeightBuffer]:
-        outcome: list[Any] = [None]
+        problem: WeightsError | None = None
         buffers: list[WeightBuffer] = []
-        several_hosts = len(set(all_gather(host_identity()))) > 1
-        if self._rank == 0:
-            try:
-                if several_hosts:
-                    raise WeightsError(
-                        "the trainer's ranks are on several hosts; weights need weight_transport='network'"
-                    )
-                buffers += WeightBuffer.create_for(manifest)
-                outcome = [[buffer.location for buffer in buffers]]
-            except WeightsError as error:
-                outcome = [error]
-        if dist.is_initialized():
-            dist.broadcast_object_list(outcome, src=0)
-        if isinstance(outcome[0], WeightsError):
-            raise outcome[0]
-        if self._rank > 0:
-            buffers += [WeightBuffer.open(location, writable=True) for location in outcome[0]]
+        if len(set(all_gather(host_identity()))) > 1:
+            raise WeightsError("the trainer's ranks are on several hosts; weights need weight_transport='network'")
+        try:
+            buffers += WeightBuffer.create_for(manifest) if self._rank == 0 else ()
+        except WeightsError as error:
+            problem = error
+        raise_on_every_rank(problem, CANNOT_PUBLISH)
+        locations = all_gather([buffer.location for buffer in buffers])[0]
+        buffers += [WeightBuffer.open(location, writable=True) for location in locations if self._rank > 0]
         for buffer in buffers:
             buffer.pin()
         return buffers
 
     async def send(self, record: VersionRecord, shards: Iterable[Shard]) -> tuple[VersionRecord, bool]:
-        """Writes the version that follows the newest over the oldest one."""
-        buffer = self._buffers[record.push_index % LIVING_VERSIONS]
-        record = replace(record, location=buffer.location)
-        if record.location not in self._introduced:
-            await on_rank_0(partial(self._index.announce, record))
-            self._introduced.add(record.location)
-        # No rank may write before rank 0 has locked readers out.
-        await on_rank_0(lambda: asyncio.to_thread(buffer.begin_write, self._reader_timeout_s))
+        """Writes into the buffer that does not hold the newest version, which stays if this one fails."""
+        buffer = self._buffers[await on_rank_0(partial(self._begin, record))]
         # Not in a thread: the threads of `cpu_thread_env` are quick only while one Python thread computes.
+        record = replace(record, location=buffer.location)
         return record, self._write(buffer, record, shards)
+
+    async def _begin(self, record: VersionRecord) -> int:
+        """On rank 0: chooses a buffer, introduces it, and locks readers out before any rank writes."""
+        newest = self._sealed and self._sealed[0]
+        index, buffer = next(pair for pair in enumerate(self._buffers) if pair[1] is not newest)
+        if buffer.location not in self._introduced:
+            await self._index.announce(replace(record, location=buffer.location))
+            self._introduced.add(buffer.location)
+        await asyncio.to_thread(buffer.begin_write, self._reader_timeout_s)
+        return index
 
     async def close(self, withdrawn: Iterable[VersionRecord]) -> None:
         """Lets go of the buffers. A reader keeps its own hold on the one that it is reading."""

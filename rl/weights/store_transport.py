@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from rl.weights.ranks import CANNOT_PUBLISH, all_gather, own_rank, raise_on_every_rank
+from rl.weights.ranks import CANNOT_PUBLISH, all_gather, on_rank_0, raise_on_every_rank
 from rl.weights.transport import Feed, Shard
 from rl.weights.versions import (
     Manifest,
@@ -85,8 +85,11 @@ class StoreSender:
         of_ranks = await asyncio.to_thread(all_gather, sums)
         checksums = tuple(add_up(of_rank.get(spec.name, 0) for of_rank in of_ranks) for spec in record.manifest)
         record = replace(record, checksums=checksums, full_checksums=True)
-        if own_rank() == 0:
-            await self._delete(await self._index.announce(record))
+
+        async def announce() -> None:
+            await self.close(await self._index.announce(record))
+
+        await on_rank_0(announce)
         before, self._checksums = self._checksums, checksums
         return record, before == checksums
 
@@ -111,18 +114,14 @@ class StoreSender:
         return sums
 
     async def close(self, withdrawn: Iterable[VersionRecord]) -> None:
-        """Deletes the versions' tensors."""
+        """Deletes the tensors of versions that are out of the index, but not frozen ones that others there share."""
+        kept = {record.key(spec.name, frozen=spec.frozen) for record in self._index.records for spec in record.manifest}
+        keys = {record.key(spec.name, frozen=spec.frozen) for record in withdrawn for spec in record.manifest}
         try:
-            await self._delete(withdrawn)
+            store = await self._index.get_store()
+            await asyncio.gather(*map(store.delete, keys - kept))
         except Exception as error:  # Monarch's own types if TorchStore is dead
             raise WeightsError(f"versions were not deleted: TorchStore failed: {error}") from error
-
-    async def _delete(self, records: Iterable[VersionRecord]) -> None:
-        """Deletes the tensors of versions that are out of the index, but not frozen ones that others there share."""
-        store = await self._index.get_store()
-        kept = {record.key(spec.name, frozen=spec.frozen) for record in self._index.records for spec in record.manifest}
-        keys = {record.key(spec.name, frozen=spec.frozen) for record in records for spec in record.manifest}
-        await asyncio.gather(*map(store.delete, keys - kept))
 
 
 class StoreFeed:

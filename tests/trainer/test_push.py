@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
+from rl.weights.buffer import is_kept
 from rl.weights.copies import Workers
 from rl.weights.versions import INDEX_KEY, WeightsError, living_versions
 from tests.stores import FakeStore, living, read_buffer
@@ -175,6 +176,11 @@ class _WatchedStore(FakeStore):
         await super().put(key, value)
         self.living.append([record.version for record in await living_versions(self)])
 
+    async def delete(self, key: str) -> None:
+        if self.fails:
+            raise OSError("gone")
+        await super().delete(key)
+
 
 def _living(store: FakeStore) -> list[int]:
     """The versions that can be pulled; each is whole."""
@@ -205,10 +211,12 @@ def test_a_push_that_fails_leaves_the_version_before() -> None:
     with pytest.raises(ValueError, match="'plain'"):
         asyncio.run(publisher.publish(3, [(n, t) for n, t in _full(3).items() if n != "plain"]))
     assert _living(store) == [2]  # the place of 1 was to be that of 3
-    asyncio.run(publisher.publish(4, _full(4).items()))
-    assert _living(store) == [4]
+    with pytest.raises(ValueError, match="'plain'"):  # and of 4, so that 2 stays however many fail
+        asyncio.run(publisher.publish(4, [(n, t) for n, t in _full(4).items() if n != "plain"]))
+    assert _living(store) == [2]
     asyncio.run(publisher.publish(5, _full(5).items()))
-    assert _living(store) == [4, 5]
+    assert _living(store) == [2, 5]
+    _assert_published(store, 5, _full(5))
 
 
 def test_a_buffer_unknown_to_torchstore_is_introduced_later() -> None:
@@ -221,6 +229,39 @@ def test_a_buffer_unknown_to_torchstore_is_introduced_later() -> None:
     for version in (2, 3, 4):
         asyncio.run(publisher.publish(version, _full(version).items()))
     assert _living(store) == [3, 4]
+
+
+def test_memory_is_freed_although_torchstore_is_gone() -> None:
+    store = _WatchedStore()
+    publisher = WeightPublisher(torch.bfloat16, "shared_memory", store=store)
+    for version in (1, 2):
+        asyncio.run(publisher.publish(version, _full(version).items()))
+    locations = [record.location for record in living(store)]
+    assert all(map(is_kept, locations))
+    store.fails = True
+    with pytest.raises(WeightsError, match="versions were not withdrawn: TorchStore failed: gone"):
+        asyncio.run(publisher.close())
+    assert not any(map(is_kept, locations))
+
+
+class _Keeping(FakeStore):
+    """Deletes nothing."""
+
+    async def delete(self, key: str) -> None:
+        raise OSError(f"{key} stays")
+
+
+def _fail_to_delete(rank: int, _: FakeStore) -> None:
+    publisher = WeightPublisher(torch.bfloat16, "torchstore", store=_Keeping())
+    for version in (1, 2):
+        asyncio.run(publisher.publish(version, _full(version).items()))
+    with pytest.raises(WeightsError, match=r"versions were not deleted: TorchStore failed: .* stays"):
+        asyncio.run(publisher.publish(3, _full(3).items()))
+
+
+@pytest.mark.ranks
+def test_no_rank_takes_a_failed_push_for_a_good_one() -> None:
+    spawn(2, _run, _fail_to_delete)
 
 
 def test_frozen_tensors_are_copied_once_for_each_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
