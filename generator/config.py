@@ -160,21 +160,22 @@ class GeneratorConfig:
         if not (self.model / "config.json").is_file():
             raise ValueError(f"GeneratorConfig.model is {self.model}, which holds no config.json")
         with understanding(self.model):
-            self._check_model(read_config(self.model))
+            model = read_config(self.model)
+            check_no_stray_weights(self.model)
+            check_head(self.model, tied=is_tied(model))
+            self.check_settings(model)
 
-    def _check_model(self, model: Mapping[str, Any]) -> None:
-        check_no_stray_weights(self.model)
-        check_head(self.model, tied=is_tied(model))
+    def check_settings(self, model: Mapping[str, Any]) -> None:
+        """`check_model` without weights, by the settings that `read_config` returns."""
         architectures = model.get("architectures") or []
         if not set(architectures) & {*proven_architectures(), *_vllm_architectures()}:
             raise ValueError(
                 f"GeneratorConfig.model is {self.model} of architecture {', '.join(architectures) or '(none named)'},"
                 f" which vLLM has no code of its own for; proven are {', '.join(proven_architectures())}"
             )
-        family, most = find_family(model), None
-        if family is not None:
-            most = family.generator_ranks
-        elif not set(architectures) & _vllm_architectures():
+        family = find_family(model)
+        most = None if family is None else family.generator_ranks
+        if family is None and not set(architectures) & _vllm_architectures():
             most = 1  # vLLM serves it with the code of transformers, which is proven on one rank
         if most is not None and self.tensor_parallel > most:
             raise ValueError(
@@ -192,8 +193,7 @@ class GeneratorConfig:
         if self.lora is not None and self.lora.vision and vision_of(model) is None:
             raise ValueError(f"LoRALimits.vision is True and {self.model} is a model of text; it must be False")
         self._check_routes(model, {} if family is None else family.engine_args)
-        longest = longest_context(model)
-        if self.max_model_len > longest:
+        if self.max_model_len > (longest := longest_context(model)):
             raise ValueError(
                 f"GeneratorConfig.max_model_len is {self.max_model_len}; this model's context is {longest}"
             )

@@ -1,14 +1,15 @@
 """Layouts on N GPUs, ranked by the time of a step: every layout that the engine accepts and that fits is compared."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 
 from controller.planning.gpus import GPU, Efficiency
-from controller.planning.memory import generator_memory, trainer_memory, version_bytes
+from controller.planning.memory import fits_sequences, generator_memory, trainer_memory, versions_on_gpu
 from controller.planning.sizes import ModelSize
-from controller.planning.times import StepTime, Work, step_time, train_seconds
+from controller.planning.times import StepTime, Work, num_gpus, step_time, train_seconds
 from generator.config import GeneratorConfig
 from rl.system.hf_config import read_config
 from trainer.config import TrainerConfig
@@ -28,55 +29,67 @@ class Layout:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the whole run."""
-        sampling = self.generator.num_copies * self.generator.tensor_parallel
-        if self.generator.placement == "colocated":
-            return max(self.trainer.num_ranks, sampling)
-        return self.trainer.num_ranks + sampling
+        """GPUs of trainer and generator."""
+        return num_gpus(self.trainer, self.generator)
 
 
 def find_layouts(
     model: ModelSize, trainer: TrainerConfig, generator: GeneratorConfig, work: Work, gpu: GPU, efficiency: Efficiency,
-    *, num_gpus: int, gpus_per_host: int, overlaps: bool, generator_ranks: int | None = None, most: int = 10,
+    *, most_gpus: int, gpus_per_host: int, overlaps: bool, most: int = 10,
 ) -> list[Layout]:  # fmt: skip
-    """The fastest layouts on at most `num_gpus` GPUs. Tensor parallelism stays within a host.
+    """The fastest layouts on at most `most_gpus` GPUs. Tensor parallelism stays within a host.
 
-    `generator_ranks` are the most of a generator that are proven. Raises ValueError if no replica of it fits a host.
+    Raises ValueError if no replica of the generator fits a host, or is accepted.
     """
-    of_replica = min(gpus_per_host, generator_ranks or gpus_per_host)
-    samplers = list(_samplers(model, generator, gpu, num_gpus, of_replica))
+    samplers = list(_samplers(model, generator, gpu, most_gpus, gpus_per_host))
     if not samplers:
-        limit = "stays within a host" if of_replica == gpus_per_host else "is proven up to so many ranks"
+        ranks = max(each.tensor_parallel for each in _accepted_samplers(generator, gpus_per_host))
+        limit = "stays within a host" if 2 * ranks > gpus_per_host else "has no more ranks for this model"
         raise ValueError(
-            f"a generator's replica {limit}: {of_replica} GPUs of {gpu.memory_gib:.0f} GiB do not hold"
-            f" {2 * model.numel / 1e9:.0f} GB of weights; a smaller model or larger GPUs would"
+            f"a generator's replica {limit}: {ranks} GPUs of {gpu.memory_gib:.0f} GiB do not hold"
+            f" {2 * model.numel / 1e9:.0f} GB of weights and keys and values of GeneratorConfig.max_model_len"
+            f" {generator.max_model_len}; a smaller model, a shorter context or larger GPUs would do"
         )
-    trainers = _best_trainers(model, trainer, work, gpu, efficiency, num_gpus, gpus_per_host)
+    trainers = _best_trainers(model, trainer, generator, work, gpu, efficiency, most_gpus, gpus_per_host)
     found: list[Layout] = []
     for sampler in samplers:
-        taken = sampler.num_copies * sampler.tensor_parallel
-        for num_ranks, candidate in trainers.items():
-            if max(num_ranks, taken) > num_gpus if sampler.placement == "colocated" else num_ranks + taken > num_gpus:
+        for candidate in trainers.values():
+            if (taken := num_gpus(candidate, sampler)) > most_gpus:
                 continue
-            time = step_time(model, candidate, sampler, work, gpu, efficiency, overlaps=overlaps)
+            versions = _versions(model, candidate, sampler, gpu, one_host=taken <= gpus_per_host)
+            accumulates = work.num_rows(candidate) > 1
+            if not trainer_memory(model, candidate, gpu, accumulates=accumulates, versions=versions).fits:
+                continue
+            time = step_time(
+                model, candidate, sampler, work, gpu, efficiency, overlaps=overlaps, gpus_per_host=gpus_per_host
+            )
             found.append(Layout(candidate, sampler, time))
     return sorted(found, key=lambda layout: (layout.time.step, layout.num_gpus))[:most]
 
 
 def _best_trainers(
-    model: ModelSize, trainer: TrainerConfig, work: Work, gpu: GPU, efficiency: Efficiency, num_gpus: int, per_host: int
-) -> dict[int, TrainerConfig]:
+    model: ModelSize, trainer: TrainerConfig, generator: GeneratorConfig, work: Work, gpu: GPU, efficiency: Efficiency,
+    most_gpus: int, per_host: int,
+) -> dict[int, TrainerConfig]:  # fmt: skip
     """For each number of ranks, the fastest trainer that fits and that the engine accepts."""
     best: dict[int, tuple[float, TrainerConfig]] = {}
     least = model.numel * (2 if trainer.is_frozen else 12) // gpu.memory_bytes  # ranks that share the model
-    for candidate in _trainers(trainer, model, (least, num_gpus), per_host):
-        if not trainer_memory(model, candidate, gpu, accumulates=work.num_rows(candidate) > 1).fits:
+    if trainer.placement == "colocated":
+        least //= 2  # moments are on the host
+    for candidate in _trainers(trainer, model, (least, most_gpus), per_host):
+        accumulates = work.num_rows(candidate) > 1
+        versions = _versions(model, candidate, generator, gpu, one_host=most_gpus <= per_host)
+        if not trainer_memory(model, candidate, gpu, accumulates=accumulates, versions=versions).fits:
             continue
         seconds = _seconds(model, candidate, work, gpu, efficiency)
         known = best.get(candidate.num_ranks)
         if (known is None or seconds < known[0]) and _is_accepted(candidate):
             best[candidate.num_ranks] = (seconds, candidate)
     return {num_ranks: candidate for num_ranks, (_, candidate) in best.items()}
+
+
+def _versions(model: ModelSize, trainer: TrainerConfig, generator: GeneratorConfig, gpu: GPU, *, one_host: bool) -> int:
+    return versions_on_gpu(model, trainer, generator.weight_transport, gpu, one_host=one_host)
 
 
 def _seconds(model: ModelSize, config: TrainerConfig, work: Work, gpu: GPU, efficiency: Efficiency) -> float:
@@ -100,9 +113,9 @@ def _trainers(
     config: TrainerConfig, model: ModelSize, num_ranks: tuple[int, int], per_host: int
 ) -> Iterator[TrainerConfig]:
     """All powers of two whose product is within `num_ranks`."""
-    least, num_gpus = num_ranks
+    least, most_gpus = num_ranks
     experts = 1 if model.decoder.moe is None else model.decoder.moe.num_experts
-    powers = [1 << i for i in range(num_gpus.bit_length()) if 1 << i <= num_gpus]
+    powers = _powers(most_gpus)
     for tensor, pipeline, context, expert, shard, replicate in itertools.product(
         [n for n in powers if n <= per_host],
         [n for n in powers if n <= min(16, model.decoder.num_layers)],
@@ -112,7 +125,7 @@ def _trainers(
         [n for n in powers if n <= 16],
     ):
         sharing = tensor * pipeline * context * shard
-        if not least <= sharing <= num_gpus // replicate or shard * context * tensor % expert:
+        if not least <= sharing <= most_gpus // replicate or shard * context * tensor % expert:
             continue
         for checkpointing in _CHECKPOINTING:
             yield replace(
@@ -142,20 +155,31 @@ def _is_accepted(config: TrainerConfig) -> bool:
     return True
 
 
+def _powers(most: int) -> list[int]:
+    """Powers of two."""
+    return [1 << i for i in range(most.bit_length())]
+
+
 def _samplers(
-    model: ModelSize, config: GeneratorConfig, gpu: GPU, num_gpus: int, per_host: int
+    model: ModelSize, config: GeneratorConfig, gpu: GPU, most_gpus: int, per_host: int
 ) -> Iterator[GeneratorConfig]:
-    """Numbers of replicas, and of ranks of each, that leave room for `max_num_seqs` sequences."""
-    for tensor in (n for n in (1, 2, 4, 8) if n <= per_host and model.decoder.num_heads % n == 0):
-        candidate = replace(config, tensor_parallel=tensor, gpus=None)
-        if generator_memory(model, candidate, gpu).parts["keys and values"] <= 0:
+    """Numbers of replicas, and of ranks of each, with which the generator starts."""
+    for candidate in _accepted_samplers(config, per_host):
+        if not fits_sequences(model, candidate, generator_memory(model, candidate, gpu)):
             continue
         replicas = 1
-        while replicas * tensor <= num_gpus:
+        while (replicas + config.evaluator) * candidate.tensor_parallel <= most_gpus:
             yield replace(candidate, num_replicas=replicas)
             replicas *= 2
 
 
-def fits_with_versions(model: ModelSize, trainer: TrainerConfig, gpu: GPU) -> bool:
-    """Whether weights on their way may lie on the trainer's GPUs: two versions take at most a tenth of one."""
-    return version_bytes(model, trainer) <= gpu.memory_bytes // 10
+def _accepted_samplers(config: GeneratorConfig, per_host: int) -> Iterator[GeneratorConfig]:
+    """One replica, on all numbers of ranks that are accepted for the model. Raises ValueError for its other fields."""
+    settings = read_config(config.model)
+    single = replace(config, tensor_parallel=1, num_replicas=1, gpus=None)
+    single.check_settings(settings)
+    for ranks in _powers(per_host):
+        candidate = replace(single, tensor_parallel=ranks)
+        with contextlib.suppress(ValueError):
+            candidate.check_settings(settings)
+            yield candidate

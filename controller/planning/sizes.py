@@ -7,12 +7,14 @@ V words. A layer is of kind 0 or 1: in Qwen3.5, with a delta rule or with attent
 network where the rest have experts, or like the rest.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from rl.lora import LoRAConfig
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import DecoderConfig
 from trainer.families.decoders import DeepseekShape, Glm4MoeShape, GptOssShape, Qwen35Shape, RoutedShape
@@ -44,6 +46,20 @@ class TensorSize:
             return self.count * -(-per_rank * math.prod(self.shape[1:]) // of_experts)
         rows = -(-self.shape[0] // config.tensor_parallel) if self.kind == "matrix" else self.shape[0]
         return self.count * -(-rows // shards) * math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one rank of a pipeline has of a model, or a rank without a pipeline."""
+
+    kinds: tuple[int, ...]
+    """Of its layers."""
+    rows: int
+    """Rows whose activations it keeps at the same time."""
+    embeds: bool = True
+    """Whether it has the embedding."""
+    projects: bool = True
+    """Whether it has the output projection."""
 
 
 @dataclass(frozen=True)
@@ -192,20 +208,57 @@ class ModelSize:
         layers = sum(count * each.numel for count, layer in self.layers for each in layer)
         return layers + self.num_embeddings * self.embedding.numel + self.decoder.dim
 
+    def stages(self, config: TrainerConfig) -> tuple[Stage, ...]:
+        """The different stages of a pipeline; of like ones, the one that keeps most rows.
+
+        torchtitan divides the layers evenly, with the embedding and the output projection as a layer each.
+        """
+        ranks, count = config.pipeline_parallel, config.num_stages
+        if ranks == 1:
+            return (Stage(self.kinds, rows=1),)
+        least, more = divmod(self.decoder.num_layers + 2, count)
+        sizes = [least + (index < more) - (index in (0, count - 1)) for index in range(count)]
+        ends = list(itertools.accumulate(sizes))
+        found: dict[tuple[tuple[int, ...], bool, bool], Stage] = {}
+        for rank in range(ranks):
+            own = range(rank, count, ranks)
+            kinds = tuple(kind for index in own for kind in self.kinds[ends[index] - sizes[index] : ends[index]])
+            # Rows that have gone forward and not back: 1F1B's, or those of torch's ScheduleInterleaved1F1B.
+            rows = ranks - rank if len(own) == 1 else -(-(ranks + 2 * (ranks - rank) - 1) // 2)
+            stage = Stage(kinds, rows, embeds=rank == 0, projects=rank == ranks - 1)
+            found.setdefault((kinds, stage.embeds, stage.projects), stage)
+        return tuple(found.values())
+
     def of_rank(self, config: TrainerConfig) -> int:
-        """Parameters of the rank that holds most: the last stage of a pipeline has the output projection."""
-        per_stage = -(-self.decoder.num_layers // config.pipeline_parallel)
+        """Parameters of the rank that holds most."""
+        return max(self.of_stage(config, stage) for stage in self.stages(config))
+
+    def of_stage(self, config: TrainerConfig, stage: Stage) -> int:
+        """Parameters of a rank of a stage."""
         sizes = [sum(each.of_rank(config) for each in layer) for _, layer in self.layers]
-        stages = (self.kinds[start : start + per_stage] for start in range(self.decoder.num_layers - per_stage + 1))
-        of_layers = max(sum(sizes[kind] for kind in stage) for stage in stages)
-        embeddings = self.num_embeddings if config.pipeline_parallel == 1 else 1
-        norm = TensorSize((self.decoder.dim,), "vector").of_rank(config)
+        of_layers = sum(stage.kinds.count(kind) * sizes[kind] for kind in (0, 1))
+        embeddings = self.num_embeddings if stage.embeds and stage.projects else stage.embeds + stage.projects
+        norm = TensorSize((self.decoder.dim,), "vector").of_rank(config) if stage.projects else 0
         return of_layers + embeddings * self.embedding.of_rank(config) + norm
 
-    def adapter(self, rank: int) -> int:
-        """Parameters of a LoRA over all matrices of the layers, as every rank holds it."""
-        pairs = [(count, each) for count, layer in self.layers for each in layer if each.kind in ("matrix", "whole")]
-        return sum(count * each.count * rank * sum(each.shape) for count, each in pairs)
+    def adapter(self, lora: LoRAConfig, stage: Stage | None = None) -> int:
+        """Parameters of an adapter over the model, or over a stage, as every rank holds it."""
+        kinds = self.kinds if stage is None else stage.kinds
+        sizes = [sum(each.count * sum(each.shape) for each in self._adapted(lora, kind)) for kind in (0, 1)]
+        head = sum(self.embedding.shape) if lora.train_unembed and (stage is None or stage.projects) else 0
+        return lora.rank * (sum(kinds.count(kind) * sizes[kind] for kind in (0, 1)) + head)
+
+    def _adapted(self, lora: LoRAConfig, kind: int) -> Iterator[TensorSize]:
+        """Projections of a layer that are adapted: of a mixture, attention's alone."""
+        decoder = self.decoder
+        if lora.train_attn:
+            is_rule = isinstance(decoder, Qwen35Shape) and not kind
+            layer = self._delta_rule(decoder) if is_rule else self._attention()
+            # Generators absorb the projection from latents to keys and values, so nothing adapts it.
+            absorbed = isinstance(decoder, DeepseekShape) and self._keys_and_values(decoder)
+            yield from (each for each in layer if each.kind in ("matrix", "whole") and each != absorbed)
+        if lora.train_mlp and decoder.moe is None:
+            yield from self._feed_forward()
 
     def _attention(self) -> Iterator[TensorSize]:
         """Attention, and the norms of a layer."""
@@ -232,15 +285,19 @@ class ModelSize:
 
     def _latent_attention(self, decoder: DeepseekShape) -> Iterator[TensorSize]:
         """Of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.1)."""
-        d, heads = decoder.dim, decoder.num_heads
+        d = decoder.dim
         if decoder.q_rank:
             yield TensorSize((decoder.q_rank, d), "whole")
             yield TensorSize((decoder.q_rank,), "vector")
         yield TensorSize((self.queries, decoder.q_rank or d), "matrix")
         yield TensorSize((self.latent, d), "whole")
         yield TensorSize((decoder.kv_rank,), "vector")
-        yield TensorSize((heads * (decoder.nope_dim + decoder.value_dim), decoder.kv_rank), "matrix")
+        yield self._keys_and_values(decoder)
         yield TensorSize((d, self.values), "matrix")
+
+    def _keys_and_values(self, decoder: DeepseekShape) -> TensorSize:
+        """The projection from latents to keys and values."""
+        return TensorSize((decoder.num_heads * (decoder.nope_dim + decoder.value_dim), decoder.kv_rank), "matrix")
 
     def _delta_rule(self, decoder: Qwen35Shape) -> Iterator[TensorSize]:
         """A delta rule with its projections and its convolution, and the norms of a layer."""

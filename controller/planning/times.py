@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from controller.planning.gpus import GPU, Efficiency
-from controller.planning.memory import cache_bytes_per_token, state_bytes
+from controller.planning.memory import cache_bytes_per_token, state_bytes, versions_on_gpu
 from controller.planning.sizes import ModelSize
 from generator.config import GeneratorConfig
 from trainer.config import TrainerConfig
@@ -54,21 +54,40 @@ class StepTime:
         return max(side.values()) + sum(value for name, value in self.phases.items() if name in ("push", "pull"))
 
 
+def num_gpus(trainer: TrainerConfig, generator: GeneratorConfig) -> int:
+    """GPUs of trainer and generator."""
+    sampling = generator.num_copies * generator.tensor_parallel
+    return max(trainer.num_ranks, sampling) if trainer.placement == "colocated" else trainer.num_ranks + sampling
+
+
 def step_time(
     model: ModelSize, trainer: TrainerConfig, generator: GeneratorConfig, work: Work, gpu: GPU, efficiency: Efficiency,
-    *, overlaps: bool = False,
+    *, overlaps: bool = False, gpus_per_host: int = 8,
 ) -> StepTime:  # fmt: skip
     """A step of a loop that samples, trains, and takes the new weights over."""
+    one_host = num_gpus(trainer, generator) <= gpus_per_host
     phases = {
         "generate": generate_seconds(model, generator, work, gpu, efficiency),
         "train": train_seconds(model, trainer, work, gpu, efficiency),
         "optimizer": _optimizer_seconds(model, trainer, gpu) + efficiency.call_overhead_s,
-        **_sync_seconds(model, trainer, generator, gpu, efficiency),
+        **_sync_seconds(model, trainer, generator, gpu, efficiency, one_host),
     }
-    if generator.placement == "colocated":
-        moved = model.of_rank(trainer) * 2 * _FLOAT32
-        phases["turns"] = 2 * moved / (gpu.pcie_rate * efficiency.copies)
-    return StepTime(phases, overlaps)
+    if trainer.placement == "colocated":
+        phases["turns"] = _turn_seconds(model, trainer, gpu, efficiency)
+    return StepTime(phases, overlaps and trainer.placement == "split")
+
+
+def _turn_seconds(model: ModelSize, trainer: TrainerConfig, gpu: GPU, efficiency: Efficiency) -> float:
+    """Parameters come to the GPU and go back; moments come in pieces at a step, while others go back.
+
+    Gradients do not move: a step has used them up.
+    """
+    of_rank, float32 = model.of_rank(trainer), trainer.compute_dtype == "float32"
+    if trainer.is_frozen:
+        moved = 2 * of_rank * (_FLOAT32 if float32 else _BF16)
+    else:
+        moved = 2 * of_rank * (_FLOAT32 + (_BF16 if trainer.moments_dtype == "bfloat16" else _FLOAT32))
+    return moved / (gpu.pcie_rate * efficiency.copies)
 
 
 def operations(model: ModelSize, trainer: TrainerConfig, work: Work) -> float:
@@ -100,7 +119,7 @@ def _optimizer_seconds(model: ModelSize, trainer: TrainerConfig, gpu: GPU) -> fl
     """AdamW reads and writes parameters, moments and gradients: 28 bytes a parameter."""
     trained = model.of_rank(trainer)
     if trainer.is_frozen:
-        trained = 0 if trainer.lora is None else model.adapter(trainer.lora.rank)
+        trained = 0 if trainer.lora is None else model.adapter(trainer.lora)
     return 28 * trained / gpu.memory_rate
 
 
@@ -131,14 +150,19 @@ def generate_seconds(
 
 
 def _sync_seconds(
-    model: ModelSize, trainer: TrainerConfig, generator: GeneratorConfig, gpu: GPU, efficiency: Efficiency
-) -> dict[str, float]:
-    """A push casts and writes each rank's shards; a pull reads each generator rank's part over its own link."""
+    model: ModelSize, trainer: TrainerConfig, generator: GeneratorConfig, gpu: GPU, efficiency: Efficiency,
+    one_host: bool,
+) -> dict[str, float]:  # fmt: skip
+    """A push casts and writes each rank's shards; a pull reads each generator rank's part over its own link.
+
+    On one host both go over PCIe, unless weights lie in memory of the trainer's GPUs.
+    """
     numel = model.numel
     if trainer.is_frozen:
-        numel = 0 if trainer.lora is None else model.adapter(trainer.lora.rank)
-    one_host = trainer.num_ranks + generator.num_replicas * generator.tensor_parallel <= 8
-    link = (gpu.nvlink_rate if one_host else gpu.network_rate) * efficiency.copies
+        numel = 0 if trainer.lora is None else model.adapter(trainer.lora)
+    by_gpu = bool(versions_on_gpu(model, trainer, generator.weight_transport, gpu, one_host=one_host))
+    link = (gpu.nvlink_rate if by_gpu else gpu.pcie_rate if one_host else gpu.network_rate) * efficiency.copies
     push = numel * (_FLOAT32 + _BF16) / trainer.num_ranks / gpu.memory_rate
+    push += 0 if by_gpu or not one_host else numel * _BF16 / trainer.num_ranks / link
     pull = numel * _BF16 / generator.tensor_parallel / link
     return {"push": push + efficiency.call_overhead_s / 2, "pull": pull + efficiency.call_overhead_s / 2}

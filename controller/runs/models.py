@@ -38,13 +38,11 @@ def resolve_model(name_or_path: str | Path, tell: Tell = _silent) -> Path:
     """
     name = str(name_or_path)
     directory = Path(name).expanduser()
-    if directory.is_dir():  # first: a directory may be named as a hub's model
+    on_hub = HubName.parse(name) if isinstance(name_or_path, str) else None
+    if (is_here := directory.is_dir()) or on_hub is not None:  # a directory may be named as a hub's model
+        directory = directory if is_here or on_hub is None else fetch(on_hub, tell)
         inspect_model(directory)
         return directory.absolute()
-    if isinstance(name_or_path, str) and (on_hub := HubName.parse(name)) is not None:
-        fetched = fetch(on_hub, tell)
-        inspect_model(fetched)
-        return fetched.absolute()
     if isinstance(name_or_path, Path) or name not in _BUILDERS:
         raise ValueError(
             f"model {name!r} is neither a local directory nor a known name{did_you_mean(name, _BUILDERS)}; "
@@ -213,28 +211,30 @@ class HubName:
         return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
 
 
-def fetch(model: HubName, tell: Callable[[str], None], *, as_published: bool = False) -> Path:
+def fetch(model: HubName, tell: Tell = _silent, *, as_published: bool = False, weights: bool = True) -> Path:
     """The directory of the model in the hub's cache; its name is the commit. Fetches what the cache lacks.
 
-    `as_published` as in `check_architecture`. Of an interrupted download, whole files are kept. `tell` is called with
-    its progress. Raises ValueError, in one sentence, if there is no such model, if its terms must be accepted
-    first, if it has no safetensors or an architecture that cannot be trained, and if neither the hub can be reached nor
-    the cache has it.
+    `as_published` as in `check_architecture`. Without `weights`, only settings are fetched. Of an interrupted download,
+    whole files are kept. `tell` is called with its progress. Raises ValueError, in one sentence, if there is no such
+    model, if its terms must be accepted first, if it has no safetensors or an architecture that cannot be trained, and
+    if neither the hub can be reached nor the cache has it.
     """
     directory = _download(model, OTHER_PATTERNS, tell, left_out=_LEFT_OUT)
     check_architecture(directory, as_published=as_published)
+    if not weights:
+        return directory
     pinned = HubName(repository=model.repository, revision=directory.name)  # further files of the same commit
     _download(pinned, [SINGLE_FILE, f"{TEMPLATES_FOLDER}/*.jinja"], tell)
-    weights = (SINGLE_FILE,)  # most models are one file
+    names = (SINGLE_FILE,)  # most models are one file
     if not (directory / SINGLE_FILE).is_file():  # with an index, vLLM would load other files
         _download(pinned, [INDEX_FILE], tell)
         if (directory / INDEX_FILE).is_file():
             try:
-                weights = indexed_names(directory / INDEX_FILE)
+                names = indexed_names(directory / INDEX_FILE)
             except ValueError as error:
                 raise ValueError(f"model {model}: {error}") from None
-            _download(pinned, weights, tell)
-    if missing := [name for name in weights if not (directory / name).is_file()]:
+            _download(pinned, names, tell)
+    if missing := [name for name in names if not (directory / name).is_file()]:
         raise ValueError(
             f"model {model} has no {missing[0]} on the hub: ownloop reads safetensors only; convert the weights with "
             "transformers' save_pretrained and name that directory"

@@ -18,22 +18,16 @@ from controller.planning.gpus import GPUS, Efficiency
 from controller.planning.memory import cache_bytes_per_token, generator_memory, longest_row, trainer_memory
 from controller.planning.plan_command import memory_lines
 from controller.planning.search import find_layouts
-from controller.planning.sizes import ModelSize
 from controller.planning.times import Work, operations, step_time
 from generator.config import GeneratorConfig
 from rl.data.packing import ModelFlops, pack_row
 from rl.lora import LoRAConfig
-from rl.system.hf_config import read_config
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from tests.controller.planning.planned_models import QWEN3, size_of, write_qwen3, write_qwen3_5
 from trainer.config import TrainerConfig
-from trainer.engines.titan.layout_check import parse_shape
 from trainer.families.tiny_families import TINY_FAMILIES
 
 H100 = GPUS["h100"]
-QWEN3 = {
-    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
-}
 MEASURED = (
     ("0.6B", 8192, {"activation_checkpointing": "full"}, 11_400_350_208),
     ("0.6B", 8192, {"activation_checkpointing": "none"}, 22_948_004_352),
@@ -50,18 +44,6 @@ ACCUMULATED = (
     ("8B", 16384, {"data_parallel_shard": 8, "activation_checkpointing": "full"}, 29_513_481_728),
 )
 """Those of a step's later rows, which it prints as `accumulated`."""
-QWEN3_5: dict[str, dict[str, Any]] = {
-    "dense": {"hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 8, "num_key_value_heads": 4},
-    "mixture": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 2,
-        "num_experts": 64,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts_per_tok": 8,
-    },
-}
 MEASURED_QWEN3_5 = (
     ("dense", 8192, {"activation_checkpointing": "none"}, 53_359_937_536),
     ("dense", 16384, {"data_parallel_shard": 2, "activation_checkpointing": "full"}, 23_362_019_328),
@@ -70,42 +52,6 @@ MEASURED_QWEN3_5 = (
     ("mixture", 8192, {"activation_checkpointing": "none"}, 43_440_134_144),
 )
 """Of models with these sizes of Qwen3.5's, by fla's kernels."""
-
-
-def write_qwen3(folder: Path, size: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        **QWEN3[size],
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": size == "0.6B",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def write_qwen3_5(folder: Path, kind: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    moe = "" if kind == "dense" else "Moe"
-    config = {
-        "architectures": [f"Qwen3_5{moe}ForCausalLM"],
-        "model_type": f"qwen3_5{'_moe' if moe else ''}_text",
-        **QWEN3_5[kind],
-        "num_attention_heads": 16,
-        "linear_num_value_heads": 32,
-        "vocab_size": 248320,
-        "mamba_ssm_dtype": "float32",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def size_of(folder: Path) -> ModelSize:
-    return ModelSize(parse_shape(read_config(folder)))
 
 
 TENSOR_AND_EXPERTS = TrainerConfig(tensor_parallel=2, expert_parallel=2)
@@ -195,7 +141,7 @@ def test_adapters_and_long_rows(tmp_path: Path) -> None:
 def test_layouts_are_ranked_and_fit(tmp_path: Path) -> None:
     folder = write_qwen3(tmp_path / "model", "8B")
     work = Work(num_prompts=32, group_size=8, prompt_tokens=256, completion_tokens=1024)
-    options: dict[str, Any] = {"num_gpus": 16, "gpus_per_host": 8, "overlaps": False}
+    options: dict[str, Any] = {"most_gpus": 16, "gpus_per_host": 8, "overlaps": False}
     trainer, generator = TrainerConfig(model=folder), GeneratorConfig(model=folder)
     found = find_layouts(size_of(folder), trainer, generator, work, H100, Efficiency(), **options)
     assert [each.time.step for each in found] == sorted(each.time.step for each in found)
@@ -236,7 +182,10 @@ def test_the_command_says_if_it_fits_and_refuses_as_engines_do(
     assert "cost" in said
     hybrid = [*words[:2], "--model-directory", str(write_qwen3_5(tmp_path / "hybrid", "mixture"))]
     assert run_command(hybrid) == 2
-    assert "GeneratorConfig.tensor_parallel is 4; for this model it is proven up to 1" in capsys.readouterr().err
+    assert (
+        "GeneratorConfig.tensor_parallel is 4; for Qwen3_5MoeForCausalLM it is proven up to 1"
+        in capsys.readouterr().err
+    )
     assert run_command([*hybrid, "--search", "2"]) == 0
     assert "x tensor_parallel=2" not in capsys.readouterr().out
     assert run_command([*words, "--trainer.tensor-parallel", "3"]) == 2
@@ -270,12 +219,12 @@ def test_a_price_below_nothing_is_refused(price: str, capsys: pytest.CaptureFixt
 def test_a_model_that_no_host_serves_is_refused(tmp_path: Path) -> None:
     size = size_of(write_qwen3(tmp_path / "model", "8B"))
     work = Work(num_prompts=1, group_size=8, prompt_tokens=1, completion_tokens=1)
-    options: dict[str, Any] = {"num_gpus": 16, "gpus_per_host": 1, "overlaps": False}
+    options: dict[str, Any] = {"most_gpus": 16, "gpus_per_host": 1, "overlaps": False}
     with pytest.raises(ValueError, match="1 GPUs of 79 GiB do not hold 16 GB of weights"):
         find_layouts(
             size,
             TrainerConfig(),
-            GeneratorConfig(engine_args={"gpu_memory_utilization": 0.1}),
+            GeneratorConfig(model=tmp_path / "model", engine_args={"gpu_memory_utilization": 0.1}),
             work,
             H100,
             Efficiency(),
