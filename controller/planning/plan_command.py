@@ -195,6 +195,8 @@ def _efficiency(metrics: Path | None, trainer: TrainerConfig) -> Efficiency:
     """
     if metrics is None:
         return Efficiency()
+    if not metrics.is_file():
+        raise ValueError(f"--metrics is {metrics}, which is no file; it must be the metrics.jsonl of a run")
     from statistics import median
 
     from controller.runs.folder import CONFIG_FILE, read_json, read_metrics
