@@ -117,8 +117,6 @@ def _read(options: Plan, config: Any) -> tuple[ModelSize, Any, Any, Work]:
     settings = read_config(directory)
     if options.search is None:
         check_layout(trainer)
-        generator.check_settings(settings)
-    work = _work(options, config)
     try:
         shape = parse_shape(settings)
     except ValueError as error:  # of torchtitan, whose models these are; the recipe may have another engine
@@ -128,6 +126,9 @@ def _read(options: Plan, config: Any) -> tuple[ModelSize, Any, Any, Work]:
             f"TrainerConfig.engine is {trainer.engine!r}; plan knows what 'torchtitan' needs, and other engines need"
             " other memory: --trainer.engine torchtitan plans this model with it"
         )
+    if options.search is None:
+        generator.check_settings(settings)
+    work = _work(options, config)
     longest = min(work.prompt_tokens + config.sampling.max_tokens, generator.max_model_len)
     row = max(trainer.max_tokens_per_microbatch, longest)  # a datum that is longer than a row runs alone
     return ModelSize(shape), replace(trainer, max_tokens_per_microbatch=row), generator, work

@@ -223,7 +223,7 @@ class ModelSize:
         for rank in range(ranks):
             own = range(rank, count, ranks)
             kinds = tuple(kind for index in own for kind in self.kinds[ends[index] - sizes[index] : ends[index]])
-            # Rows that have gone forward and not back: 1F1B's, or those of torch's ScheduleInterleaved1F1B.
+            # Rows that have gone forward and not back, in 1F1B or in torch's ScheduleInterleaved1F1B.
             rows = ranks - rank if len(own) == 1 else -(-(ranks + 2 * (ranks - rank) - 1) // 2)
             stage = Stage(kinds, rows, embeds=rank == 0, projects=rank == ranks - 1)
             found.setdefault((kinds, stage.embeds, stage.projects), stage)

@@ -150,7 +150,7 @@ def test_names_of_the_hub() -> None:
 
 
 def test_a_plan_fetches_no_weights(hub: Hub, tmp_path: Path) -> None:
-    words = ["plan", "grpo_smollm2_cpu", "--model", NAME]
+    words = ["plan", "grpo_smollm2_cpu", "--model", NAME, "--generator.max-model-len", "128"]
     code = f"from controller.commands.command_line import run_command; raise SystemExit(run_command({words}))"
     settings = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
     inherited = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
