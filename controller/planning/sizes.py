@@ -252,8 +252,8 @@ class ModelSize:
         """Projections of a layer that are adapted: of a mixture, attention's alone."""
         decoder = self.decoder
         if lora.train_attn:
-            is_rule = isinstance(decoder, Qwen35Shape) and not kind
-            layer = self._delta_rule(decoder) if is_rule else self._attention()
+            has_rules = isinstance(decoder, Qwen35Shape)
+            layer = self._delta_rule(decoder) if has_rules and not kind else self._attention()
             # Generators absorb the projection from latents to keys and values, so nothing adapts it.
             absorbed = isinstance(decoder, DeepseekShape) and self._keys_and_values(decoder)
             yield from (each for each in layer if each.kind in ("matrix", "whole") and each != absorbed)
