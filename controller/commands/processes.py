@@ -15,9 +15,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
+from weakref import ref
 
 from controller.commands.command_line import FAILED, CommandEndedError
 from controller.commands.output import CapturedOutput
@@ -57,12 +59,14 @@ def descendants() -> list[int]:
 
 def end_descendants(grace_s: float) -> int:
     """Ends every descendant, by SIGTERM and after `grace_s` seconds by SIGKILL. Returns their number."""
-    count = len(descendants())
-    for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 2.0)):
+    count, kill = len(descendants()), signal.SIGKILL
+    for number, patience_s, trackers in ((signal.SIGTERM, grace_s, False), (kill, 2.0, False), (kill, 1.0, True)):
         end = time.monotonic() + patience_s
         for pid in descendants():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+            with contextlib.suppress(OSError):
+                # Python's resource tracker ends by itself, and removes the semaphores of its dead parent.
+                if trackers or b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, number)
         while descendants() and time.monotonic() < end:
             time.sleep(0.02)
     return count
@@ -112,6 +116,11 @@ class StopSignals:
         # `nohup` starts a command with SIGHUP ignored, so that it outlives its terminal.
         numbers = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._in_main_thread) for number in numbers}
+        os.register_at_fork(  # a signal to a child waits until the child has its own handlers
+            before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, _SIGNALS),
+            after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, _SIGNALS),
+            after_in_child=partial(_restore_in_child, ref(self)),
+        )
         threading.Thread(target=self._listen, name="stop-signals", daemon=True).start()
         return self
 
@@ -119,10 +128,16 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        signal.set_wakeup_fd(self._previous_wakeup)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self.restore()
         self._writer.close()
+
+    def restore(self) -> None:
+        """Handles signals as before the block, unless that was done already."""
+        previous, self._previous = self._previous, {}
+        if previous:
+            signal.set_wakeup_fd(self._previous_wakeup)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` in an event loop of its own and returns its result; a signal cancels it."""
@@ -180,6 +195,13 @@ class StopSignals:
             self._at_deadline()
         finally:
             os._exit(128 + self.received)
+
+
+def _restore_in_child(stop: "ref[StopSignals]") -> None:
+    """A forked process, such as a worker of a reward's pool, has the descriptor too, and would stop the run itself."""
+    if (signals := stop()) is not None:
+        signals.restore()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def finish(work: Coroutine[Any, Any, T], output: CapturedOutput) -> T:

@@ -91,6 +91,37 @@ def test_a_run_outlives_its_terminal_if_that_was_asked_for() -> None:
     assert (run.returncode, run.stdout.splitlines()) == (0, ["not stopped", "saved"]), run.stderr
 
 
+# What a reward does that computes in processes of its own.
+FORKING = """
+import asyncio, multiprocessing, signal
+from controller.commands.processes import StopSignals
+
+def reward():
+    context = multiprocessing.get_context("fork")
+    with context.Pool(2) as pool:
+        print(pool.map(abs, [-1, -2]), flush=True)
+    hanging = context.Process(target=signal.pause)
+    hanging.start()
+    hanging.terminate()
+    hanging.join()
+    print(hanging.exitcode, flush=True)
+
+async def loop():
+    reward()
+    await asyncio.to_thread(reward)
+
+with StopSignals(lambda: print("at once", flush=True)) as stop:
+    stop.run(loop())
+    print(stop.received, flush=True)
+"""
+
+
+def test_a_reward_may_end_processes_that_it_forked() -> None:
+    code = [sys.executable, "-c", FORKING]
+    run = subprocess.run(code, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert run.stdout.splitlines() == ["[1, 2]", str(-TERM)] * 2 + ["None"], run.stderr
+
+
 def test_a_terminal_that_is_closed_ends_every_process(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     arguments = ["setsid", "--ctty", *command("run", str(RECIPE), "--name", "a", "--mode", "sleep")]
