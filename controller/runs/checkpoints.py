@@ -9,6 +9,7 @@ files of their own, which are written before it. Data order, seeds and schedules
 
 import asyncio
 import contextlib
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from controller.runs.step_log import EQUAL_REWARDS, StepLog
 from rl.checks import check_empty_folder
 from rl.protocols import Trainer
 from rl.rollouts.columns import read_groups
-from rl.system.disk import read_json, write_json
+from rl.system.disk import read_json, to_json, write_json
 from rl.types import Group
 
 _MAX_SKIPS_IN_A_ROW = 3  # a single one may be a bad batch
@@ -64,7 +65,7 @@ class Checkpoints:
         The oldest checkpoint is deleted before a new one is written, but never the only one.
         """
         self._log = step_log
-        self._folder = step_log.folder
+        self.folder = step_log.folder
         self._every = config.checkpoint_every
         self._keep = config.keep_checkpoints
         self._trainers = trainers
@@ -82,11 +83,11 @@ class Checkpoints:
         Restores the trainers and drops the rows of later steps from the run's files. Raises ValueError for a checkpoint
         of another model or of other trainers.
         """
-        if not self._folder.resumed:
+        if not self.folder.resumed:
             return 1
-        complete = self._folder.complete_checkpoints()
+        complete = self.folder.complete_checkpoints()
         if not complete:
-            self._folder.cut_back({})  # what a crash left before its first checkpoint
+            self.folder.cut_back({})  # what a crash left before its first checkpoint
             self._log.phase("there is no checkpoint yet: starting again from step 1")
             return 1
         path = complete[-1]
@@ -96,7 +97,7 @@ class Checkpoints:
             raise ValueError(f"checkpoint {path} is of the trainers {theirs}; this loop has {ours}")
         self._log.phase(f"going on after step {loop['step']}")
         await asyncio.gather(*(trainer.load_checkpoint(path / name) for name, trainer in self._trainers.items()))
-        if moved := self._folder.cut_back(loop["lengths"]):
+        if moved := self.folder.cut_back(loop["lengths"]):
             self._log.phase(f"what was recorded after it is kept in {moved}")
         self._log.resume()  # counts of failures come from the rows that stayed
         self._end_if_solved(loop["step"])
@@ -116,20 +117,21 @@ class Checkpoints:
         """Saves in the background if a checkpoint is due: every `checkpoint_every` steps and after the last one.
 
         `values` (JSON types, and lists of groups) are the loop's own. Waits while the recording is behind, and raises
-        `RecordingError` if it failed. After too many steps in a row without an update it saves in any case and raises
-        `TrainingStoppedError`, unless there was nothing to learn because the problem is `solved`.
+        `RecordingError` if it failed, and ValueError for another value. After too many steps in a row without an update
+        it saves in any case and raises `TrainingStoppedError`, unless there was nothing to learn because the problem is
+        `solved`.
         """
         # Remembered before the first await: whenever the run is stopped, the files have grown by this step or not.
-        self._finished = _FinishedStep(step=step, lengths=self._folder.lengths(), values=values)
+        self._finished = _FinishedStep(step=step, lengths=self.folder.lengths(), values=_kept(values))
         self._versions, self.last_step = None, step
         self._versions = await self._policy_versions()
-        await self._folder.room()
+        await self.folder.room()
         self._end_if_solved(step)  # before a reason to stop: solved is no failure
         why_stop = None if self.solved else self._why_stop(step)
         if why_stop is not None or self.saves_after(step):
             await self._save(self._finished, asynchronous=why_stop is None)
         if why_stop is not None:
-            raise TrainingStoppedError(f"{why_stop} The run is saved in {self._folder.checkpoint_path(step)}.")
+            raise TrainingStoppedError(f"{why_stop} The run is saved in {self.folder.checkpoint_path(step)}.")
 
     async def finish(self) -> None:
         """Returns once the last checkpoint is on disk. Raises the error of its save, if it failed."""
@@ -149,20 +151,20 @@ class Checkpoints:
         if not self._every:
             self._say(f"step {finished.step} is not saved: checkpoint_every is 0")
             return
-        self._folder.saving = True
+        self.folder.saving = True
         self._say(f"saving step {finished.step}; Ctrl-C again to stop at once")
         try:
             why_not = await self._save_unless_changed(finished)
         except Exception as error:  # a trainer that died, a full disk
             why_not = f"{type(error).__name__}: {error}"
         finally:
-            self._folder.saving = False
+            self.folder.saving = False
         self._say(f"saved step {finished.step}" if why_not is None else f"step {finished.step} is not saved: {why_not}")
 
     async def save_after_failure(self) -> None:
-        """Saves the last finished step if the failure of a process has left the trainers whole, as the store's does.
+        """Saves the last finished step if an error of the loop or of a process has left the trainers whole.
 
-        The restarted run then repeats one step only. Raises nothing, and says nothing where a trainer is what failed.
+        The run then repeats one step only. Raises nothing, and says nothing where a trainer is what failed.
         """
         finished = self._finished
         if finished is None or not self._every:
@@ -181,7 +183,7 @@ class Checkpoints:
         if self._versions not in (None, await self._policy_versions()):
             return f"step {finished.step + 1} had already changed the parameters"
         await self._wait_for_saves()  # a save in progress may be of this very step
-        if self._folder.checkpoint_path(finished.step) not in self._folder.complete_checkpoints():
+        if self.folder.checkpoint_path(finished.step) not in self.folder.complete_checkpoints():
             await self._save(finished, asynchronous=False)
         return None
 
@@ -194,7 +196,7 @@ class Checkpoints:
     async def _save(self, finished: _FinishedStep, *, asynchronous: bool) -> None:
         await self._wait_for_saves()  # the checkpoint before this one must be complete before an older one is deleted
         self._prune(max(self._keep - 1, 1))  # at least the newest one stays whole
-        path = self._folder.checkpoint_path(finished.step)
+        path = self.folder.checkpoint_path(finished.step)
         path.mkdir(parents=True, exist_ok=True)
         await self._write_loop_file(path, finished)
         saves = (
@@ -208,8 +210,8 @@ class Checkpoints:
         """Writes `loop.json` once everything is on disk that it speaks of, without blocking the event loop."""
         groups = {name: value for name, value in finished.values.items() if _are_groups(value)}
         for name, value in groups.items():
-            self._folder.in_background(partial(write_rollouts, path / f"{name}.parquet", value))
-        await self._folder.sync()  # `loop.json` promises these files
+            self.folder.in_background(partial(write_rollouts, path / f"{name}.parquet", value))
+        await self.folder.sync()  # `loop.json` promises these files
         others = {name: value for name, value in finished.values.items() if name not in groups}
         write_json(
             path / LOOP_FILE,
@@ -224,8 +226,8 @@ class Checkpoints:
 
     def _prune(self, keep: int) -> None:
         """Deletes all but the newest `keep` complete checkpoints, and the remains of incomplete ones."""
-        kept = self._folder.complete_checkpoints()[-keep:]
-        for path in self._folder.checkpoints.iterdir() if self._folder.checkpoints.is_dir() else ():
+        kept = self.folder.complete_checkpoints()[-keep:]
+        for path in self.folder.checkpoints.iterdir() if self.folder.checkpoints.is_dir() else ():
             if path not in kept and _is_checkpoint(path):
                 hidden = path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}"))
                 shutil.rmtree(hidden)  # hidden first, so that a half-deleted one never looks complete
@@ -262,6 +264,21 @@ class Checkpoints:
 def _are_groups(value: Any) -> bool:
     """Whether a loop's value is a list of groups, which a checkpoint holds as a file of rollouts."""
     return isinstance(value, list) and bool(value) and all(isinstance(g, Group) for g in cast("list[Any]", value))
+
+
+def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of a loop's values, which may change in the next step. Raises ValueError for what JSON would change."""
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        with contextlib.suppress(TypeError, ValueError):  # of a comparison, too
+            kept[name] = list(value) if _are_groups(value) else json.loads(json.dumps(to_json(value)))
+            if kept[name] == value:
+                continue
+        raise ValueError(
+            f"checkpoint_if_due: {name} is {value!r:.80}; it must be of JSON types (finite numbers, texts, lists and "
+            "dicts whose keys are texts), or a list of groups"
+        )
+    return kept
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -29,7 +29,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from weakref import WeakMethod
+from typing import TextIO
+from weakref import WeakMethod, WeakValueDictionary
 
 from controller.runs.metric_rows import SCHEMA_VERSION, metric_rows
 from controller.runs.recording import (
@@ -62,6 +63,7 @@ FINISHED = "finished"
 LOOP_FILE = "loop.json"
 """The first file of a checkpoint: its step, and under `trainers` the names of the parts that make it complete."""
 _MIN_FREE_BYTES = 256 * 2**20
+_failed: "WeakValueDictionary[Path, RunFolder]" = WeakValueDictionary()
 
 
 class RunFolder:
@@ -101,8 +103,7 @@ class RunFolder:
                 raise ValueError(
                     f"run folder {path}: {free >> 20} MiB are free there; a run needs {min_free_bytes >> 20}"
                 )
-            self._lock = (self.path / ".lock").open("w")  # released with this object or its process
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = _locked(self.path / ".lock")  # released with this object or its process
             drop_unfinished_line(self.metrics_file)  # of a process that was killed while it wrote
             write_json(self.path / CONFIG_FILE, hide_secrets(to_json(config)))
             self.began = _begin(self.path, began or datetime.now())
@@ -141,6 +142,14 @@ class RunFolder:
     def begin_again(self) -> None:
         """The run's loop has failed and begins again after the newest checkpoint, in this process."""
         self.resumed = True
+        _failed.pop(self.path, None)
+
+    def loop_failed(self) -> None:
+        """The run's loop ends by an error. Another `RunFolder` of this process may take its place.
+
+        In a notebook, the error's traceback keeps this one alive.
+        """
+        _failed[self.path] = self
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Appends the metrics of a step or an evaluation. Raises `RecordingError` for any earlier write that failed."""
@@ -345,6 +354,17 @@ def _begin(run: Path, now: datetime) -> datetime:
     began = began_at(run) or now
     write_json(run / BEGAN_FILE, {"time": began.isoformat()})
     return began
+
+
+def _locked(file: Path) -> TextIO:
+    """The file with its lock, which a `RunFolder` gives up whose loop failed. Raises BlockingIOError if it is held."""
+    if (failed := _failed.pop(file.parent, None)) is not None:
+        failed.loop_end.has_come()
+        with contextlib.suppress(RecordingError):  # which ended that loop
+            failed.close()
+    lock = file.open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
 
 
 def _check_free_to_use(path: Path, *, is_run: bool, resume: bool) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from controller.processes.errors import MeshError
 from controller.runs.checkpoints import Checkpoints
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
@@ -187,8 +186,9 @@ class Run:
         """Saves a checkpoint if the configuration asks for one after this step.
 
         `values` (JSON types, and lists of groups) are what else the loop needs to continue; a resumed run finds them in
-        `restored`. Waits while the recording of rollouts is behind. Raises `RecordingError` if the disk is full, and
-        `TrainingStoppedError`, with the run saved, after too many steps in a row without an update.
+        `restored`. Waits while the recording of rollouts is behind. Raises `RecordingError` if the disk is full,
+        ValueError for a value of another type, and `TrainingStoppedError`, with the run saved, after too many steps in
+        a row without an update.
         """
         assert self._checkpoints is not None, "Run.steps names the trainers to save; enter it before the first step"
         await self.evaluated()
@@ -213,7 +213,7 @@ class Steps:
     """The steps that a run has still to do, as the block around a loop. Made by `Run.steps`.
 
     Entering the block restores the newest checkpoint. Leaving it waits until the last checkpoint is on disk. If the run
-    was stopped (Ctrl-C, SIGTERM and SIGHUP cancel the loop's task), or a process failed, leaving the block saves the
+    was stopped (Ctrl-C, SIGTERM and SIGHUP cancel the loop's task), or ends by an error, leaving the block saves the
     last finished step, provided that the trainers still have its parameters.
     """
 
@@ -235,9 +235,11 @@ class Steps:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._exempted.close()
+        if error is not None:
+            self._checkpoints.folder.loop_failed()
         if isinstance(error, asyncio.CancelledError):
             await self._checkpoints.save_last_step()
-        elif isinstance(error, MeshError):
+        elif isinstance(error, Exception | SystemExit):
             await self._checkpoints.save_after_failure()
         elif error is None:
             await self._checkpoints.finish()

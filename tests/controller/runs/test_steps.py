@@ -6,10 +6,12 @@ Covers: controller/runs/step_log.py, controller/runs/__init__.py
 import asyncio
 import io
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from controller.processes.errors import MeshError
@@ -45,7 +47,7 @@ def stopped_in(
     *,
     updated: bool = False,
     config: LoopConfig = CONFIG,
-    failure: MeshError | None = None,
+    failure: BaseException | None = None,
 ) -> str:
     """Runs a loop until the middle of a step, `updated` if its optimizer has stepped. Returns the console's lines.
 
@@ -72,7 +74,7 @@ def stopped_in(
     async def main() -> None:
         nonlocal task
         task = asyncio.create_task(page())
-        with pytest.raises(asyncio.CancelledError if failure is None else MeshError):
+        with pytest.raises(asyncio.CancelledError if failure is None else type(failure)):
             await task
 
     task: Any = None
@@ -96,6 +98,36 @@ def test_the_last_finished_step_is_saved(tmp_path: Path) -> None:
     assert (folder.checkpoint_path(6) / "policy" / "value").read_text() == "6"
 
 
+def test_the_values_of_a_step_are_kept_as_they_were(tmp_path: Path) -> None:
+    folder, state = RunFolder(tmp_path / "a", CONFIG), {"seen": [0]}
+    run = Run(CONFIG, folder, Console(io.StringIO()))
+
+    async def page() -> None:
+        async with run.steps(policy=cast(Trainer, FileTrainer())):
+            run.begin_step(1)
+            await run.checkpoint_if_due(state=state, groups=[], count=np.int64(3))
+            state["seen"].append(1)  # in the step after it
+            raise KeyError("answer")
+
+    with pytest.raises(KeyError):
+        asyncio.run(page())
+    loop = json.loads((folder.checkpoint_path(1) / "loop.json").read_text())
+    assert loop["values"] == {"state": {"seen": [0]}, "groups": [], "count": 3}
+
+
+@pytest.mark.parametrize("value", [math.inf, (1, 2), {1: "a"}, {2}, np.zeros(2), Path("a"), object()])
+def test_a_value_that_json_would_change_is_refused(value: object, tmp_path: Path) -> None:
+    run = Run(CONFIG, RunFolder(tmp_path / "a", CONFIG), Console(io.StringIO()))
+
+    async def page() -> None:
+        async with run.steps(policy=cast(Trainer, FileTrainer())):
+            run.begin_step(1)
+            await run.checkpoint_if_due(state=value)
+
+    with pytest.raises(ValueError, match=r"checkpoint_if_due: state is .*; it must be of JSON types"):
+        asyncio.run(page())
+
+
 def test_a_step_whose_parameters_are_gone_is_not_saved(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a", CONFIG)
     told = stopped_in(4, folder, FileTrainer(), updated=True)
@@ -109,6 +141,34 @@ def test_a_step_that_is_being_saved_is_waited_for(tmp_path: Path) -> None:
     assert told.splitlines()[-1] == "saved step 5"
     assert trainer.saves == 1
     assert [path.name for path in folder.complete_checkpoints()] == ["step-00005"]
+
+
+def test_an_environment_that_exits_costs_only_its_step(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a", CONFIG)
+    with pytest.raises(SystemExit, match="no data"):
+        stopped_in(4, folder, FileTrainer(), failure=SystemExit("no data"))
+    assert [path.name for path in folder.complete_checkpoints()] == ["step-00003"]
+
+
+def test_an_error_of_the_loop_waits_for_a_save(tmp_path: Path) -> None:
+    folder, trainer = RunFolder(tmp_path / "a", CONFIG), CountingTrainer()
+    assert stopped_in(6, folder, trainer, failure=KeyError("answer")) == "saved step 5\n"
+    assert trainer.saves == 1
+    assert [path.name for path in folder.complete_checkpoints()] == ["step-00005"]
+
+
+def test_where_an_error_keeps_its_folder_the_run_resumes(tmp_path: Path) -> None:
+    kept = RunFolder(tmp_path / "a", CONFIG)  # as the traceback does that a notebook shows
+    with pytest.raises(ValueError, match="in use by another run, in this process or another"):
+        RunFolder(tmp_path / "a", CONFIG, resume=True)
+    stopped_in(4, kept, FileTrainer(), failure=KeyError("answer"))
+
+    folder, resumed = RunFolder(tmp_path / "a", CONFIG, resume=True), FileTrainer()
+    with pytest.raises(ValueError, match="in use by another run, in this process or another"):
+        RunFolder(tmp_path / "a", CONFIG, resume=True)
+    stopped_in(5, folder, resumed)
+    assert resumed.value == 4
+    assert [row["step"] for row in folder.metrics()][:-1] == [1, 2, 3, 4]
 
 
 def test_a_save_that_fails_is_told_and_the_run_still_ends(tmp_path: Path) -> None:
@@ -136,9 +196,10 @@ class DeadTrainer(FileTrainer):
 STORE_DIED = MeshError("store", "a process died")
 
 
-def test_anothers_failure_costs_only_the_step_in_hand(tmp_path: Path) -> None:
+@pytest.mark.parametrize("failure", [STORE_DIED, KeyError("answer")])
+def test_a_failure_costs_only_the_step_in_hand(failure: Exception, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a", CONFIG)
-    assert stopped_in(4, folder, FileTrainer(), failure=STORE_DIED).splitlines() == ["saved step 3"]
+    assert stopped_in(4, folder, FileTrainer(), failure=failure).splitlines() == ["saved step 3"]
     folder.begin_again()
     resumed = FileTrainer()
     stopped_in(5, folder, resumed)
