@@ -91,9 +91,10 @@ class Assignments:
         if self.cluster is not None:
             await self.cluster.stop()
 
-    def give_back(self) -> None:
-        """Frees this host's GPUs, once the meshes have ended."""
-        for name in self._names:
+    def give_back(self, *failed: str) -> None:
+        """Frees this host's GPUs, once the meshes have ended; or the names and GPUs of meshes whose start `failed`."""
+        self._names -= {*failed}
+        for name in failed or self._names:
             if self._hosts.gpus is not None:
                 self._hosts.gpus.give_back(name)
 

@@ -63,7 +63,8 @@ class Launcher:
 
     A call checks its arguments at once and takes the host's next free GPUs; the processes start with the next await.
     So several calls before an await are all checked before any process starts. A start that fails raises its error
-    where it is awaited, and leaving the block cancels the other starts. Names appear in log file names and errors.
+    where it is awaited, and may be tried again; leaving the block cancels the other starts. Names appear in log file
+    names and errors.
 
     If `TrainerConfig.lora` is set, a trainer is an adapter named "policy" over the frozen model, and so is what its
     generator samples from.
@@ -101,6 +102,10 @@ class Launcher:
     async def __aexit__(self, *_: object) -> None:
         for start in self._starts:
             start.cancel()
+        # An impatient user interrupts this too, and a notebook's kernel lives on.
+        await asyncio.shield(asyncio.create_task(self._end()))
+
+    async def _end(self) -> None:
         await asyncio.gather(*self._starts, return_exceptions=True)
         await asyncio.gather(*(running.stop() for running in self._running))
         self._assignments.give_back()
@@ -275,13 +280,17 @@ class Launcher:
         self._starts.append(task)
         if name:
             self._num_named += 1
-            task.add_done_callback(partial(self._report_start, name))
+            task.add_done_callback(partial(self._start_ended, name))
         return task
 
-    def _report_start(self, name: str, ended: "asyncio.Task[Any]") -> None:
-        if not ended.cancelled() and ended.exception() is None:
+    def _start_ended(self, name: str, start: "asyncio.Task[Any]") -> None:
+        if not start.cancelled() and start.exception() is None:
             self._num_ready += 1
             report_progress(f"{name} is ready", self._num_ready, self._num_named)
+            return
+        self._assignments.give_back(name)  # its processes have ended, and another start may follow
+        self._bases = [base for base in self._bases if base[-1] is not start]
+        self._pushing_trainer = None if self._pushing_trainer == name else self._pushing_trainer
 
     def _weight_store(self) -> "asyncio.Task[WeightStore]":
         """The start of the store that weights are published in. The first mesh that pushes or pulls begins it."""

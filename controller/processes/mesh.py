@@ -294,9 +294,11 @@ class Mesh:
         self._stopped = True
         patience_s = _STOP_TIMEOUT_S if self.calls.failure is None else _KILLED_STOP_TIMEOUT_S
         self.calls.failure = self.calls.failure or MeshError(self.name, "it was stopped, and takes no more calls")
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(_as_coroutine(self._procs.stop()), patience_s)
-        self.kill()
+        try:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(_as_coroutine(self._procs.stop()), patience_s)
+        finally:
+            self.kill()
         await self.calls.processes.ended(_GONE_S)
         for rank in self._ranks.values():
             rank.close()

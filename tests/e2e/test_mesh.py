@@ -170,6 +170,34 @@ def test_a_mesh_that_was_stopped_says_so(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_stop_that_is_interrupted_ends_the_processes(tmp_path: Path) -> None:
+    async def main() -> tuple[int, ...]:
+        env = {"TOY_GREETING": "hello"}
+        mesh = await Mesh.spawn("toy", Toy, 5, num_ranks=1, env=env, log_dir=tmp_path / "logs")
+        mesh.rank(0).hang.broadcast(600)
+        stopping = asyncio.create_task(mesh.stop())
+        await asyncio.sleep(0)  # it has begun
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        await mesh.stop()
+        return mesh.pids
+
+    wait_for_ends(asyncio.run(main()), "the ranks")
+
+
+def test_calls_of_a_later_event_loop_are_answered(tmp_path: Path) -> None:
+    async def start() -> Mesh:
+        env = {"TOY_GREETING": "hello"}
+        return await Mesh.spawn("toy", Toy, 5, num_ranks=1, env=env, log_dir=tmp_path / "logs")
+
+    mesh = asyncio.run(start())
+    assert [asyncio.run(mesh.call("add", [(value,)])) for value in (1, 2)] == [[6], [7]]
+    with pytest.raises(MeshError, match=r"toy: rank 0 \(process \d+\) died in die"):
+        asyncio.run(mesh.call("die", [()]))
+    asyncio.run(mesh.stop())
+
+
 def test_a_process_that_does_not_start_is_no_users_mistake(tmp_path: Path) -> None:
     async def main() -> None:
         await Mesh.spawn("toy", Toy, 5, num_ranks=1, env={"PYTHONHOME": str(tmp_path / "none")}, log_dir=tmp_path)

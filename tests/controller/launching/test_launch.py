@@ -20,6 +20,7 @@ from generator.config import GeneratorConfig
 from rl.system.timeline import show_progress_with
 from rl.tiny_models import SERVABLE, tiny_llama
 from tests.controller.handles.fake_ranks import FakeMesh, trainer_of
+from tests.waiting import run_virtual
 from trainer.config import TrainerConfig
 
 
@@ -151,6 +152,68 @@ def test_a_trainer_is_started_again_after_a_start_that_failed(tmp_path: Path, mo
             assert (await launcher.restart_trainer()).mesh is meshes[1]
 
     asyncio.run(main())
+
+
+def test_a_start_that_failed_gives_back_its_name_and_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainerConfig(model=tiny_llama(tmp_path / "model", **SERVABLE), data_parallel_shard=2)
+    serving = GeneratorConfig(max_model_len=64)
+    failures = [MeshError("trainer", "its processes did not start"), None]
+    given: list[object] = []
+
+    async def start(*_: object, gpus: object, **__: object) -> TrainerMesh:
+        given.append(gpus)
+        if (failure := failures.pop(0)) is not None:
+            raise failure
+        return trainer_of(FakeMesh(2), config)
+
+    async def store(*_: object, **__: object) -> FakeMesh:
+        return FakeMesh(1)
+
+    monkeypatch.setattr("controller.launching.assignments.gpus_here", lambda: ("4", "5"))
+    monkeypatch.setattr("controller.handles.trainer_mesh.TrainerMesh.launch", start)
+    monkeypatch.setattr("controller.handles.store.WeightStore.launch", store)
+
+    async def main() -> None:
+        async with Launcher(tmp_path / "logs") as launcher:
+            with pytest.raises(MeshError, match="did not start"):
+                await launcher.trainer(config.model, config, generator=serving)
+            await launcher.trainer(config.model, config, generator=serving)
+            with pytest.raises(ValueError, match="name is 'trainer', which is taken"):
+                launcher.trainer(config.model, config)
+
+    asyncio.run(main())
+    assert given == [("4", "5")] * 2
+
+
+def test_an_end_that_is_interrupted_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainerConfig(model=tiny_llama(tmp_path / "model"))
+    ending, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class SlowMesh(FakeMesh):
+        async def stop(self) -> None:
+            ending.set()
+            await go_on.wait()
+            ended.set()
+
+    async def start(*_: object, **__: object) -> TrainerMesh:
+        return trainer_of(SlowMesh(1), config)
+
+    monkeypatch.setattr("controller.handles.trainer_mesh.TrainerMesh.launch", start)
+
+    async def cell() -> None:
+        async with Launcher(tmp_path / "logs") as launcher:
+            await launcher.trainer(config.model, config)
+
+    async def main() -> None:
+        running = asyncio.create_task(cell())
+        await ending.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        go_on.set()
+        await ended.wait()
+
+    run_virtual(main())
 
 
 @pytest.mark.stranger("F8")
