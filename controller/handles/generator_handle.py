@@ -212,11 +212,11 @@ class GeneratorHandle:
     ) -> Any:
         """The answer of rank 0, which may take any time. Looks at the engines as long as there is such a call."""
         async with self.mesh.gate() if needs_memory else contextlib.nullcontext():
+            call = getattr(self.mesh.rank(0), verb).call_one(*args)
             self._num_watched += 1
             if self._probes is None or self._probes.done():
                 self._probes = asyncio.create_task(self._probe())
             try:
-                call = getattr(self.mesh.rank(0), verb).call_one(*args)
                 return await self.mesh.answer(call, verb, rank=0, wait="watched", needs=needs)
             except EngineStoppedError as error:
                 statuses = await self._statuses()  # raises if a process died

@@ -172,7 +172,13 @@ class Rank:
     def send(self, verb: str, arguments: bytes) -> "asyncio.Future[Any]":
         """The same, with pickled arguments."""
         loop = asyncio.get_running_loop()
-        if not self._tasks or self._tasks[0].get_loop() is not loop:
+        opened = self._tasks[0].get_loop() if self._tasks else None
+        if opened is not None and opened is not loop and opened.is_running():
+            raise RuntimeError(
+                f"{verb} is called in another event loop than earlier calls, which still runs; from a thread, use "
+                "asyncio.run_coroutine_threadsafe, and make an environment's method that awaits it `async def`"
+            )
+        if opened is not loop:
             self._open(loop)
         call_id, answer = next(self._call_ids), loop.create_future()
         if self._end is not None:

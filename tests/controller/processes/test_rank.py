@@ -257,6 +257,22 @@ def test_an_actor_that_cannot_be_made_says_why() -> None:
     _with_rank(test)
 
 
+def test_another_running_event_loop_is_refused() -> None:
+    async def test(rank: Rank, handle: Handle) -> None:
+        assert await rank.add.call_one(1) == 6
+        dozing = rank.doze.call_one(1)
+
+        async def reply() -> int:  # of an environment's method that runs in a thread
+            return await rank.add.call_one(2)
+
+        with pytest.raises(RuntimeError, match=r"add is called in another event loop .*run_coroutine_threadsafe"):
+            await asyncio.to_thread(asyncio.run, reply())
+        assert await dozing == 1
+        assert await rank.add.call_one(3) == 8
+
+    _with_rank(test, 5)
+
+
 def test_a_mesh_that_is_stopped_ends_its_calls() -> None:
     async def test(rank: Rank, handle: Handle) -> None:
         dozing = rank.doze.call_one(10)
