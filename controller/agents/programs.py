@@ -12,7 +12,6 @@ scored in the same sandbox.
 
 import asyncio
 import inspect
-import math
 import shutil
 import tempfile
 import time
@@ -26,6 +25,8 @@ from controller.agents.open_session import OpenSession
 from controller.agents.sandboxes import Ended, Place, Sandbox, SandboxName, make_sandbox
 from controller.agents.sessions import EndedBy, ModelCall, Session, SessionGroup
 from rl.checks import check_above_zero, check_at_least
+from rl.protocols import Done
+from rl.rollouts.episodes import checked_reward
 
 _LOOK_S = 0.2
 
@@ -98,7 +99,7 @@ class Scored:
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Further numbers to report. The loop averages them over a step, by name."""
+    """Further numbers to report, under names of their own. The loop averages them over a step, by name."""
     truncated: bool = False
     """Whether a limit of the program's own ended the episode, such as its number of turns."""
 
@@ -268,11 +269,10 @@ async def _attempt(
 
 
 async def _scored(found: "float | Scored | Awaitable[float | Scored]") -> Scored:
-    """What a reward has found. Raises ValueError for a number that is not finite."""
+    """What a reward has found. Raises `EnvironmentFailedError` as `checked_reward` does."""
     value = await found if inspect.isawaitable(found) else found  # rewards may be plain functions or coroutines
     scored = value if isinstance(value, Scored) else Scored(reward=float(value))
-    if not math.isfinite(scored.reward):
-        raise ValueError(f"its reward is {scored.reward}; it must be a finite number")
+    checked_reward(Done(reward=scored.reward, metrics=scored.metrics))  # as of any environment
     return scored
 
 

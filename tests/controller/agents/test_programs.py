@@ -133,14 +133,17 @@ def test_a_reward_may_say_more(chat_engine: GenerationEngine) -> None:
 
 
 def test_an_attempt_that_fails_costs_itself_alone(chat_engine: GenerationEngine) -> None:
-    def picky(task: AgentTask, work: Path, attempt: Attempt) -> float:
+    def picky(task: AgentTask, work: Path, attempt: Attempt) -> float | Scored:
         del work, attempt
-        return {"0": 1.0, "1": float("nan")}[task.id]
+        scored = Scored(reward=1.0, metrics={"step": 3.0}), Scored(reward=1.0, metrics={"steps": float("nan")})
+        return {"0": 1.0, "1": float("nan"), "2": scored[0], "3": scored[1]}[task.id]
 
-    groups = run(chat_engine, program(CHAT, "x"), tasks(3), picky)
-    assert [len(group.sessions) for group in groups] == [1, 0, 0]
+    groups = run(chat_engine, program(CHAT, "x"), tasks(5), picky)
+    assert [len(group.sessions) for group in groups] == [1, 0, 0, 0, 0]
     assert "its reward is nan" in groups[1].failures[0]
-    assert "KeyError" in groups[2].failures[0]
+    assert "its metric 'step' has the name of one that every run reports; rename it" in groups[2].failures[0]
+    assert "its steps is nan; it must be a finite number" in groups[3].failures[0]
+    assert "KeyError" in groups[4].failures[0]
     (silent,) = run(chat_engine, program("print('no question')"), tasks(), exit_code)
     assert "made no finished call (status 0): no question" in silent.failures[0]
     (missing,) = run(chat_engine, Program(argv=["no-such-program"], sandbox="local"), tasks(), exit_code)
