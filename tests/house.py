@@ -33,7 +33,7 @@ OPTIONAL = (
     *("trainer/families/", "trainer/step_profile.py"),
     *("rl/vision/", "generator/image_prompts.py", "configs/guess_"),
     *("rl/advantages/published_advantages.py", "rl/losses/published_losses.py", "rl/losses/traced_loss.py"),
-    *("rl/rollouts/self_play.py", "rl/envs/guess_number.py"),
+    *("rl/rollouts/self_play.py", "rl/envs/even_words.py", "rl/envs/guess_number.py"),
     *("rl/weights/gpu_memory.py", "rl/weights/nccl.py"),
     *("configs/mixture_smollm2_cpu.py", "rl/envs/check.py", "rl/envs/mixture.py"),
     *("configs/reward_smollm2_cpu.py", "rl/envs/judged.py", "rl/envs/reward_model.py"),
