@@ -39,6 +39,7 @@ OPTIONAL = (
     *("configs/reward_smollm2_cpu.py", "rl/envs/judged.py", "rl/envs/reward_model.py"),
     *(f"rl/envs/{name}" for name in ("calculator", "mcp_server", "python_arithmetic", "sandbox/", "tools")),
     *("configs/calculator_", "configs/code_", "configs/tool_", "rl/envs/code_problems.py"),
+    *("configs/gsm8k_", "configs/math_", "rl/envs/math_"),
     *("configs/distill_", "configs/self_distill_", "controller/loops/distill.py", "rl/algorithms/distillation.py"),
 )
 """Optional parts, by the beginning of their paths. Entry points or recipes name them; no core module imports them."""

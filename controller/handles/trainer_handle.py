@@ -136,8 +136,8 @@ class TrainerHandle:
 
         Hosts that do not share its folder write beside `path` on their own disk, and the controller collects the files.
 
-        Raises ValueError if `path` exists and is not a checkpoint of ours, cannot be written or has too little room,
-        and for a `keep_last` below 1.
+        Raises ValueError if `path` exists and is not a checkpoint of ours or cannot be written, and for a `keep_last`
+        below 1; and OSError, which names `path`, if there is too little room or the disk fails.
         """
         self._check_not_dropped()
         files = self._trainer.files
@@ -181,7 +181,7 @@ class TrainerHandle:
         Without a generator, the weights are in the trainer's `compute_dtype`. An adapter is merged into the base there;
         the adapter itself, as of `export_peft`, is in `adapter` within `path`.
 
-        Raises ValueError for the same paths as `save_checkpoint`.
+        Raises ValueError and OSError as `save_checkpoint`.
         """
         there = await self._trainer.files.to_write(path)
         await self._call("export_hf", there, varies=True)
@@ -225,7 +225,7 @@ class TrainerHandle:
     async def export_peft(self, path: Path) -> None:
         """Writes an adapter as a directory that `peft` and vLLM can load, in float32.
 
-        Raises ValueError if this is not an adapter, and for the same paths as `save_checkpoint`.
+        Raises ValueError if this is not an adapter, and as `save_checkpoint`.
         """
         self._adapter_name("export_peft")
         there = await self._trainer.files.to_write(path)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rl.losses import get_loss
@@ -29,6 +30,7 @@ def script(build: Build, config: TrainerConfig, rank: int, directory: Path) -> d
     results = layout_script(lambda _: engine, config, rank, directory)
     if torch.cuda.is_available():
         leave_the_gpu(engine, config, rank, directory)
+    notice_damage(engine, rank, directory)
     fail_to_write(engine, rank, config.num_ranks, directory)  # last: what pytest.raises caught keeps tensors
     return results
 
@@ -56,6 +58,28 @@ def leave_the_gpu(engine: Engine, config: TrainerConfig, rank: int, directory: P
     publisher = WeightPublisher(torch.bfloat16, store=FakeStore())
     record = asyncio.run(publisher.publish(3, engine.hf_parameters()))
     assert record is None or record.transport == "gpu_memory" or unreachable_gpus()
+
+
+def notice_damage(engine: Engine, rank: int, directory: Path) -> None:
+    """A shard, which one rank reads whole, is not as it was written; every rank raises."""
+    shard = min((directory / "checkpoint").glob("*.distcp"))
+    content = shard.read_bytes() if rank == 0 else b""
+    barrier()
+    if rank == 0:
+        shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    barrier()
+    with pytest.raises(ValueError, match=f"damaged: {shard.name} changed since the checkpoint was written"):
+        engine.load_checkpoint(directory / "checkpoint")
+    barrier()
+    if rank == 0:
+        shard.write_bytes(content)
+    barrier()
+
+
+def barrier() -> None:
+    """Waits for the other ranks, if there are any."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def fail_to_write(engine: Engine, rank: int, num_ranks: int, directory: Path) -> None:

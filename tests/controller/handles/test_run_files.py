@@ -84,6 +84,7 @@ def test_a_host_that_is_lost_meanwhile_leaves_nothing_visible(
 
 def test_an_unwritable_host_is_refused_before_ranks_write(tmp_path: Path, hosts: tuple[OtherHost, OtherHost]) -> None:
     (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter-1").touch()
     with pytest.raises(ValueError, match="exists and is not an ownloop checkpoint"):
         asyncio.run(files_of(*hosts).to_write(tmp_path / "thesis"))
     hosts[1].below(tmp_path).parent.mkdir(parents=True)

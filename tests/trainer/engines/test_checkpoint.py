@@ -210,6 +210,7 @@ def test_a_killed_save_leaves_the_old_checkpoint_alone(
 def test_what_is_not_ours_is_not_overwritten(engine: Engine, model: Path, tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "file").write_text("text")
+    (tmp_path / "notes" / "mine").touch()
     for name in ("notes", "file", "model"):
         with pytest.raises(ValueError, match=f"{name} exists and is not an ownloop checkpoint"):
             engine.save_checkpoint(tmp_path / name)
@@ -227,7 +228,7 @@ def test_unwritable_place_is_refused(engine: Engine, tmp_path: Path) -> None:
 def test_full_disk_is_refused_before_writing(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
-    with pytest.raises(ValueError, match=r"needs 0\.00 GB; 0\.00 GB are free"):
+    with pytest.raises(OSError, match=r"needs 0\.00 GB; 0\.00 GB are free"):
         engine.save_checkpoint(tmp_path / "checkpoint")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -268,9 +269,42 @@ def test_damaged_checkpoints_are_refused_and_change_nothing(engine: Engine, tmp_
     with pytest.raises(ValueError, match="format 99; this version reads format 1"):
         engine.load_checkpoint(path)
     (path / "ownloop.json").write_text("{")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match=r"ownloop.json is damaged"):
         engine.load_checkpoint(path)
     assert equal(parameters(engine), before)
+
+
+def test_a_flipped_bit_is_found_and_changes_nothing(engine: Engine, tmp_path: Path) -> None:
+    path, saved = tmp_path / "checkpoint", parameters(engine)
+    engine.save_checkpoint(path)
+    train(engine, 1)
+    before, data = parameters(engine), next(path.glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    place = content.index(saved["model.embed_tokens.weight"].numpy().tobytes())
+    content[place] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(ValueError, match=f"damaged: {data.name} changed since the checkpoint was written"):
+        engine.load_checkpoint(path)
+    assert equal(parameters(engine), before)
+    content[place] ^= 1
+    data.write_bytes(content)
+    engine.load_checkpoint(path)
+    assert equal(parameters(engine), saved)
+
+
+def test_a_checkpoint_without_checksums_loads(engine: Engine, tmp_path: Path) -> None:
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    file = tmp_path / "checkpoint" / "ownloop.json"
+    info = json.loads(file.read_text())
+    assert [*info.pop("checksums")] == [path.name for path in sorted(file.parent.glob("*.distcp"))]
+    file.write_text(json.dumps(info))
+    assert engine.load_checkpoint(file.parent) == 0
+
+
+def test_an_empty_folder_may_be_filled(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    engine.export_hf(tmp_path / "export", torch.float32)
+    assert load_file(tmp_path / "export" / "model.safetensors").keys() == parameters(engine).keys()
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -2,7 +2,7 @@
 
 `torch.distributed.checkpoint` writes a checkpoint into a hidden sibling directory, which is renamed once all ranks are
 done, so a killed save leaves nothing that loads. The file `ownloop.json` in it states the format, the policy version,
-the model and the size of every file. The engine decides what the state holds.
+the model, the size of every file and the checksum of every shard. The engine decides what the state holds.
 
     every rank   begin -> .NAME.partial/ made by rank 0 -> write: each rank's shards -> complete: rank 0 adds
                  ownloop.json and renames the directory to NAME -> keep_newest: rank 0 deletes older ones
@@ -12,27 +12,34 @@ the model and the size of every file. The engine decides what the state holds.
 `CheckpointSaver` makes these calls, one save after the other.
 """
 
+import contextlib
+import hashlib
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import xxhash
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rl.checks import is_of
+from rl.system.disk import read_json
+from rl.weights.ranks import all_gather, num_ranks, own_rank
 from trainer.engines.pytorch.checkpoint_reader import CheckpointReader
 
 _FILE = "ownloop.json"
 _FORMAT = 1
 Kind = Literal["checkpoint", "export"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,24 +53,27 @@ class CheckpointInfo:
     """The model's description; a checkpoint of a model with another description is refused."""
     num_ranks: int
     """Number of ranks that wrote it, each with its own random state."""
+    checksums: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Shard -> the XXH3 hash of its contents, which shows damage; older checkpoints have none."""
     format: int = _FORMAT
 
 
 def with_directory(path: Path, info: CheckpointInfo, size_bytes: int, write: Callable[[Path], None]) -> None:
     """Has `write` fill a hidden directory on every rank, and renames it to `path` once it is complete.
 
-    Raises ValueError, before anything is written, if `path` exists and ownloop did not write it, if it cannot be
-    written, or if there is no room for `size_bytes`. A collective.
+    Raises ValueError, before anything is written, if `path` exists and ownloop did not write it, or if it cannot be
+    written, and OSError if there is no room for `size_bytes` or the disk fails. A collective.
     """
     partial = begin(path, size_bytes)
-    write(partial)
-    complete(path, info)
+    with _naming(path):
+        write(partial)
+        complete(path, info)
 
 
 def begin(path: Path, size_bytes: int, group: dist.ProcessGroup | None = None) -> Path:
     """Makes and returns the hidden directory that `complete` will rename to `path`. A collective of the group.
 
-    Raises ValueError in the same cases as `with_directory`.
+    Raises ValueError and OSError in the same cases as `with_directory`.
     """
     on_rank_0(lambda: _prepare(path, _partial(path), size_bytes), group)
     return _partial(path)
@@ -80,26 +90,45 @@ def complete_collected(path: Path) -> None:
     Its `ownloop.json`, which lists the files of one host only, is written anew.
     """
     file = _partial(path) / _FILE
-    content = json.loads(file.read_text())
+    content = read_json(file)
     del content["file_sizes"]
     file.unlink()
-    complete(path, CheckpointInfo(**content))
+    with _naming(path):
+        complete(path, CheckpointInfo(**content))
 
 
-def write(path: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+def write(path: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None = None) -> dict[str, str]:
     """Writes every rank's shards to the hidden directory that `begin` made. A collective of the group.
 
-    If one rank cannot write, every rank raises OSError, which says why.
+    Returns the checksums of all shards. If one rank cannot write, every rank raises CheckpointException.
     """
+    dcp.save(tensors, checkpoint_id=_partial(path), process_group=group)
+    # Read back at once, while the kernel still has them in memory.
+    mine = {file.name: _checksum(file) for file in _partial(path).glob(f"__{own_rank()}_*.distcp")}
+    return {name: checksum for of_rank in all_gather(mine, group) for name, checksum in of_rank.items()}
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Generator[None]:
+    """Turns an error of the disk into an OSError that names `path`, and deletes what was written of it."""
     try:
-        dcp.save(tensors, checkpoint_id=_partial(path), process_group=group)
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
+        yield
+    except (CheckpointException, SafetensorError, OSError) as error:
+        failures = error.failures if isinstance(error, CheckpointException) else {}
+        rank, (cause, _) = min(failures.items(), default=(0, (error, None)))  # else rank 0 wrote, on behalf of all
+        if isinstance(cause.__context__, OSError):  # torch's writer of archives raises another error in its place
+            cause = cause.__context__
         free = shutil.disk_usage(path.parent).free
+        shutil.rmtree(_partial(path), ignore_errors=True)
         raise OSError(
             f"{path} could not be written: rank {rank} raised {type(cause).__name__}: {cause}; "
             f"{free / 1e9:.2f} GB are free there"
         ) from cause
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 def keep_newest(written: Path, count: int) -> None:
@@ -108,7 +137,7 @@ def keep_newest(written: Path, count: int) -> None:
     `written` stays, even if its version is lower, as it is for a policy that resumed from an older checkpoint.
     """
     found = [path for path in written.parent.iterdir() if not path.name.startswith(".") and _is_ours(path)]
-    versions = {path: json.loads((path / _FILE).read_text()) for path in found}
+    versions = {path: read_json(path / _FILE) for path in found}
     ours = [path for path in found if versions[path]["kind"] == "checkpoint"]
     for path in sorted(ours, key=lambda path: (path.name == written.name, versions[path]["policy_version"]))[:-count]:
         shutil.rmtree(path)
@@ -124,11 +153,11 @@ def read_info(path: Path, *, kind: Kind = "checkpoint") -> CheckpointInfo:
     if not _is_ours(path):
         raise ValueError(f"{path} is not an ownloop checkpoint: it holds no {_FILE}")
     try:
-        content = json.loads((path / _FILE).read_text())
+        content = read_json(path / _FILE)
         sizes: dict[str, int] = content.pop("file_sizes")
         info = CheckpointInfo(**content)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path / _FILE} cannot be read: {error!r}") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path / _FILE} is damaged: {error!r}") from error
     if info.format != _FORMAT:
         raise ValueError(f"{path} has checkpoint format {info.format}; this version reads format {_FORMAT}")
     if info.kind != kind:
@@ -145,11 +174,13 @@ def read_info(path: Path, *, kind: Kind = "checkpoint") -> CheckpointInfo:
 def load(path: Path, state: Mapping[str, Any], model: Mapping[str, Any]) -> CheckpointInfo:
     """Fills the tensors of `state` in place. A collective.
 
-    Raises ValueError, before anything is changed, if `read_info` does, if the checkpoint is of another model, and if
-    its `.metadata` names code to run; and for a shard that does or that cannot be read.
+    Raises ValueError, before anything is changed, if `read_info` does, if the checkpoint is of another model, if a
+    shard is not as it was written, and if its `.metadata` names code to run; and for a shard that does or that cannot
+    be read.
     """
     info = read_info(path)
     _check_model(path, info.model, model)
+    _check_contents(path, info.checksums)
     reader = CheckpointReader(path)
     reader.read_metadata()  # here too, because DCP logs its error with a traceback before it reads the next file
     try:
@@ -160,6 +191,14 @@ def load(path: Path, state: Mapping[str, Any], model: Mapping[str, Any]) -> Chec
         )  # ranks fail for the same reason
         raise ValueError(f"checkpoint {path} cannot be read: {'; '.join(reasons)}") from error
     return info
+
+
+def _check_contents(path: Path, checksums: Mapping[str, str]) -> None:
+    """Raises ValueError, on every rank, naming the shards that are not as they were written. A collective."""
+    mine = sorted(checksums)[own_rank() :: num_ranks()]  # each file is read by one rank
+    changed = [name for name in mine if _checksum(path / name) != checksums[name]]
+    if names := [name for of_rank in all_gather(changed) for name in of_rank]:
+        raise ValueError(f"checkpoint {path} is damaged: {', '.join(names)} changed since the checkpoint was written")
 
 
 def _check_model(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
@@ -192,7 +231,7 @@ def _is_ours(path: Path) -> bool:
 
 def _prepare(path: Path, partial: Path, size_bytes: int) -> None:
     """Checks that `path` can be written, then makes an empty hidden directory."""
-    if path.exists() and not _is_ours(path):
+    if path.exists() and not _is_ours(path) and (path.is_file() or any(path.iterdir())):
         raise ValueError(f"{path} exists and is not an ownloop checkpoint; it will not be overwritten")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +242,7 @@ def _prepare(path: Path, partial: Path, size_bytes: int) -> None:
     free = shutil.disk_usage(partial).free
     if free < size_bytes:
         partial.rmdir()
-        raise ValueError(f"{path} needs {size_bytes / 1e9:.2f} GB; {free / 1e9:.2f} GB are free there")
+        raise OSError(f"{path} needs {size_bytes / 1e9:.2f} GB; {free / 1e9:.2f} GB are free there")
 
 
 def _publish(path: Path, partial: Path, info: CheckpointInfo) -> None:
@@ -222,18 +261,19 @@ def _publish(path: Path, partial: Path, info: CheckpointInfo) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def on_rank_0(action: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
-    """Runs an action on rank 0 while every rank of the group waits. If it raises, all of them raise the same."""
-    problem: list[Exception | None] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+def on_rank_0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """What rank 0's action returns, while every rank of the group waits. If it raises, all of them raise the same."""
+    result: Any = None
+    problem: Exception | None = None
+    if own_rank() == 0:
         try:
-            action()
+            result = action()
         except Exception as error:
-            problem = [error]
-    if dist.is_initialized():
-        dist.broadcast_object_list(problem, src=0, group=group)
-    if problem[0] is not None:
-        raise problem[0]
+            problem = error
+    result, problem = all_gather((result, problem), group)[0]
+    if problem is not None:
+        raise problem
+    return result
 
 
 class CheckpointSaver:
@@ -262,8 +302,8 @@ class CheckpointSaver:
         With `asynchronous`, returns as soon as copies are made, and `wait` raises the error of a failed save. With
         `keep_last`, only that many checkpoints, this one and the highest versions, stay in its directory.
         Waits for the previous save first. Raises ValueError, before anything is written, if `keep_last` is below 1, if
-        `path` exists and ownloop did not write it, if it cannot be written, or if there is no room for `size_bytes`;
-        and OSError, on every rank, if one cannot write.
+        `path` exists and ownloop did not write it, or if it cannot be written; and OSError, on every rank, if there is
+        no room for `size_bytes` or one cannot write.
         """
         if keep_last is not None and not (is_of(keep_last, int) and keep_last >= 1):
             raise ValueError(f"keep_last is {keep_last!r}; it must be at least 1, and a whole number")
@@ -276,8 +316,8 @@ class CheckpointSaver:
                 keep_newest(path, keep_last)
 
         def save(tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-            write(path, tensors, group)
-            complete(path, info, group)
+            with _naming(path):
+                complete(path, replace(info, checksums=write(path, tensors, group)), group)
             on_rank_0(prune, group)
 
         if not asynchronous:

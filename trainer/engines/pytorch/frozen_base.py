@@ -293,15 +293,7 @@ def base_identity(path: Path) -> Mapping[str, str]:
     depends neither on the layout nor on how the files are split, and a copy of the model in a wider dtype has the same.
     A collective: rank 0 reads the files.
     """
-    found: list[Mapping[str, str]] = [{}]
-
-    def read() -> None:
-        found[0] = {"name": path.resolve().name, "weights": _hash(path)}
-
-    checkpoint.on_rank_0(read)
-    if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    return found[0]
+    return checkpoint.on_rank_0(lambda: {"name": path.resolve().name, "weights": _hash(path)})
 
 
 def _hash(path: Path) -> str:
