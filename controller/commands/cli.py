@@ -4,11 +4,13 @@ Imports next to nothing before `main` runs: a Ctrl-C while modules are loaded wo
 in `controller.commands.command_line`.
 """
 
+import errno
 import os
 import sys
 
 _INTERRUPTED = 128 + 2  # SIGINT; the module `signal` would take a while to load
 _BROKEN_PIPE = 128 + 13  # SIGPIPE
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: list[str] | tuple[str, ...] | None = None) -> None:
@@ -30,6 +32,12 @@ def main(arguments: list[str] | tuple[str, ...] | None = None) -> None:
         sys.stderr.flush()
     except BrokenPipeError:
         code = _BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        sys.stderr.write(f"error: the output or a temporary file cannot be written: {error.strerror}\n")
+        sys.stderr.flush()
+        os._exit(1)  # exit handlers would try to write the rest
     except KeyboardInterrupt:  # before a run or a parity test handles signals itself
         print("interrupted", file=sys.stderr, flush=True)
         code = _INTERRUPTED

@@ -204,7 +204,12 @@ _WORDS = (
     ),
     (r"Missing value for argument '(.*)'\..*", r"\1 needs a value"),
     (r"Missing from (.*?): (\S+) .*\(required\).*", r"\2 is missing; see \1 --help"),
-    (r"Unrecognized options: (--[\w.-]+).*", r"\1 takes no value; --help lists the options that do"),
+    (r"Error parsing (--[\w.-]+): Failed to parse key-value pairs!.*", r"\1 takes pairs of a name and its value"),
+    (r"Unrecognized options: (--[\w.-]+).*", r"\1 is no option itself; see \1.FIELD in --help, or set it in a recipe"),
+    (
+        r"Unrecognized options: ((?i:true|false))\b.*",
+        r"unexpected argument \1; --FIELD alone is True, --no-FIELD or --PART.no-FIELD False",
+    ),
     (r"Unrecognized options: ([^,]*).*", r"unexpected argument \1"),
     (r"Error parsing (?:--hosts|[\w.]+): (.*)", r"\1"),  # a dataclass's own message names the field already
 )

@@ -69,6 +69,11 @@ def run_command(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
     except RuntimeError as error:
+        from rl.system.disk import RecordingError  # loads NumPy
+
+        if isinstance(error, RecordingError):
+            print(f"error: {error}", file=sys.stderr)
+            return FAILED
         if "home directory" not in str(error):  # of Path.home
             raise
         print("error: this user has no home directory, for a cache and a key; set HOME", file=sys.stderr)

@@ -6,6 +6,7 @@ Hugging Face Hub reads: https://huggingface.co/docs/hub/model-cards
 
 import json
 import math
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +52,12 @@ class Export(OfCheckpoint, TakesFields):
         run = find_run(self.name, self.runs)
         checkpoint = checkpoint_of(run, self.step)
         directory = self.to or run / "exports" / checkpoint.name
-        with CapturedOutput() as output:
+        with CapturedOutput() as output, tempfile.TemporaryDirectory(prefix="ownloop-export-") as scratch:
             config = resumed_configuration(run, self.fields, trust=self.trust)
-            logs = logs_of_export(run, output)
+            try:
+                logs = logs_of_export(run, output)
+            except OSError:  # with --to, the run may be another user's, or on a disk that is read-only
+                logs = logs_of_export(Path(scratch), output)
             finish(export_checkpoint(config, checkpoint, directory, logs, output.say), output)
             add_model_card(run, name_of_data(config), directory, int(checkpoint.name.rpartition("-")[2]))
             print(directory, file=output.terminal)
@@ -82,7 +86,8 @@ def add_model_card(run: Path, data: str, model: Path | None = None, step: int | 
     """
     directory = model or run / "model"
     if (directory / "config.json").is_file():
-        write_whole(directory / _CARD, "\n".join(_card(run, data, step)).encode())
+        # A path in the command need not be Unicode.
+        write_whole(directory / _CARD, "\n".join(_card(run, data, step)).encode(errors="replace"))
 
 
 def _card(run: Path, data: str, step: int | None) -> Iterator[str]:

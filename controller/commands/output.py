@@ -60,8 +60,14 @@ class CapturedOutput:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except OSError:  # the disk of the log is full: what Python still holds of it must not come on the terminal
+            with Path(os.devnull).open("wb") as null:
+                self._redirect(null.fileno())
+                sys.stdout.flush()
+                sys.stderr.flush()
         for number, saved in enumerate(self._saved, start=1):
             os.dup2(saved, number)
             os.close(saved)

@@ -10,7 +10,6 @@ the hub are recorded by commit, so a resumed run has the same files.
 """
 
 import hashlib
-import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -40,6 +39,7 @@ from controller.runs.recording import RecordedEnv, recorded_files
 from generator.config import GeneratorConfig
 from rl.protocols import best_reward_of
 from rl.rollouts.tokenizer import load_tokenizer, text_of
+from rl.system.disk import RecordingError, write_whole
 from rl.system.secret_fields import hide_secrets
 from rl.types import Group
 
@@ -182,7 +182,7 @@ def forked_folder(path: Path, config: Any, parent: Path, checkpoint: Path, optio
     """A new run's folder at `path` that holds `checkpoint` of the run in `parent`, and what was recorded until then.
 
     Files that never change are linked where the disk allows it. Raises ValueError if `path` cannot be used, and for a
-    `num_steps` that the checkpoint has reached.
+    `num_steps` that the checkpoint has reached; and `RecordingError`, with no folder left, if it does not fit.
     """
     loop: dict[str, Any] = read_json(checkpoint / LOOP_FILE)
     num_steps = getattr(config, "num_steps", None)
@@ -190,33 +190,37 @@ def forked_folder(path: Path, config: Any, parent: Path, checkpoint: Path, optio
         raise ValueError(
             f"num_steps is {num_steps}, and the checkpoint is of step {loop['step']}; --num-steps must be more"
         )
-    folder = RunFolder(path, config, began=began_at(parent))
-    lengths: dict[str, int] = loop["lengths"]
-    with (parent / METRICS).open("rb") as metrics:
-        folder.metrics_file.write_bytes(metrics.read(lengths.get(METRICS, 0)))
-    for kind, step, file in recorded_files(parent / ROLLOUTS):
-        if step <= lengths.get(f"{ROLLOUTS}/{kind}", -1):
-            folder.rollouts.mkdir(exist_ok=True)
-            _link(str(file), str(folder.rollouts / file.name))
     recipe = saved_recipe(parent)
     added = {**recipe, "options": [*recipe["options"], *([options] if options else [])], "inputs": inputs_of(config)}
-    write_json(folder.path / RECIPE_FILE, signed(added), private=True)
-    write_json(folder.path / PARENT_FILE, {"run": parent.absolute(), "step": loop["step"]})
-    # The checkpoint comes last, and under its name only once it is whole.
-    folder.checkpoints.mkdir()
-    partial = folder.checkpoints / f".{checkpoint.name}"
-    shutil.copytree(checkpoint, partial, copy_function=_link)
-    partial.rename(folder.checkpoints / checkpoint.name)
+    folder = RunFolder(path, config, began=began_at(parent))
+    with folder.discarded_on_failure():
+        lengths: dict[str, int] = loop["lengths"]
+        with (parent / METRICS).open("rb") as metrics:
+            write_whole(folder.metrics_file, metrics.read(lengths.get(METRICS, 0)))
+        for kind, step, file in recorded_files(parent / ROLLOUTS):
+            if step <= lengths.get(f"{ROLLOUTS}/{kind}", -1):
+                _link(file, folder.rollouts / file.name)
+        write_json(folder.path / RECIPE_FILE, signed(added), private=True)
+        write_json(folder.path / PARENT_FILE, {"run": parent.absolute(), "step": loop["step"]})
+        # The checkpoint comes last, and under its name only once it is whole.
+        partial = folder.checkpoints / f".{checkpoint.name}"
+        for file in filter(Path.is_file, checkpoint.rglob("*")):
+            _link(file, partial / file.relative_to(checkpoint))
+        partial.rename(folder.checkpoints / checkpoint.name)
     folder.begin_again()
     return folder
 
 
-def _link(source: str, target: str) -> None:
-    """A second name for a file, or a copy of it on another disk."""
+def _link(source: Path, target: Path) -> None:
+    """Makes a second name for a file, or a copy of it on another disk. Raises `RecordingError`."""
     try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            target.hardlink_to(source)
+        except OSError:
+            shutil.copy2(source, target)
+    except OSError as error:
+        raise RecordingError(target, error) from error
 
 
 def with_pinned_models(config: Any, tell: Tell) -> Any:

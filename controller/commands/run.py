@@ -101,8 +101,10 @@ class Run(OfRuns, TakesFields):
         else:
             path = self.runs / f"{Path(recipe).stem}-{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
             path = path if not path.exists() else path.with_name(f"{path.name}-{os.getpid()}")
+        inputs = inputs_of(config)
         folder = RunFolder(path, config)
-        save_recipe(folder.path, find_recipe(recipe), self.fields, recording, inputs=inputs_of(config))
+        with folder.discarded_on_failure():
+            save_recipe(folder.path, find_recipe(recipe), self.fields, recording, inputs=inputs)
         return _until_the_end(loop, config, folder, output)
 
     def _fork(self, run: str, output: CapturedOutput) -> int:
@@ -177,7 +179,8 @@ def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: Captu
         try:
             stop.run(run_with_restarts(loop, config, folder, console))
         except BaseException as error:  # in any case the processes must end, and the user must see why
-            traceback.print_exc()  # to the log
+            with contextlib.suppress(OSError):  # the disk may be full
+                traceback.print_exc()  # to the log
             console.close()
             if stop.received is None:
                 code = _explain(error, folder, output)

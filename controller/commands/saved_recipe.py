@@ -13,6 +13,7 @@ import os
 import secrets
 import shlex
 from collections.abc import Mapping, Sequence
+from importlib.util import decode_source
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def save_recipe(folder: Path, file: Path, options: Sequence[str], recording: Pat
         "options": [options],
         "replay": recording,
         **more,
-        "source": file.read_text(encoding="utf-8"),
+        "source": decode_source(file.read_bytes()),
     }
     write_json(folder / RECIPE_FILE, signed(recipe), private=True)  # source and options may hold secrets
 

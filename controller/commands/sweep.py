@@ -79,7 +79,10 @@ def combinations_of(overrides: Sequence[str]) -> dict[str, list[str]]:
     for chosen in itertools.product(*swept.values()):
         one = {**values, **{option: [value] for option, value in zip(swept, chosen, strict=True)}}
         name = ",".join(f"{option.removeprefix('--')}={value}" for option, value in zip(swept, chosen, strict=True))
-        found[re.sub(r"[^\w.,=+-]", "_", name)] = [word for option, given in one.items() for word in (option, *given)]
+        name = re.sub(r"[^\w.,=+-]", "_", name)
+        if name in found:
+            raise ValueError(f"two runs of the sweep would have the name {name}; run one of the two values by itself")
+        found[name] = [word for option, given in one.items() for word in (option, *given)]
     return found
 
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 from controller.hosts.host_groups import kept_allocations
 from controller.launching.launcher import Launcher
 from controller.processes.errors import TrainingStoppedError
-from controller.runs.folder import LOOP_FILE, complete_checkpoints
+from controller.runs.folder import LOOP_FILE, complete_checkpoints, is_checkpoint
 from controller.runs.loop_config import LoopConfig
 from controller.runs.models import Tell, resolve_model
 from controller.runs.recording import write_rollouts
@@ -228,7 +228,7 @@ class Checkpoints:
         """Deletes all but the newest `keep` complete checkpoints, and the remains of incomplete ones."""
         kept = self.folder.complete_checkpoints()[-keep:]
         for path in self.folder.checkpoints.iterdir() if self.folder.checkpoints.is_dir() else ():
-            if path not in kept and _is_checkpoint(path):
+            if path not in kept and is_checkpoint(path):
                 hidden = path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}"))
                 shutil.rmtree(hidden)  # hidden first, so that a half-deleted one never looks complete
 
@@ -279,11 +279,6 @@ def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
             "dicts whose keys are texts), or a list of groups"
         )
     return kept
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Whether a path was made by `Checkpoints`, hidden or not."""
-    return path.is_dir() and path.name.lstrip(".").startswith("step-")
 
 
 _POLICY = "policy"

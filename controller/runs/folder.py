@@ -24,8 +24,9 @@ controller/runs/metric_rows.py.
 
 import contextlib
 import fcntl
+import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -80,9 +81,8 @@ class RunFolder:
     ) -> None:
         """Creates the folder and writes `config` (a dataclass) to it. With `resume` it continues the run in the folder.
 
-        A new run began at `began`, by default now.
-        Raises ValueError if `path` holds another run or other files, if it cannot be written, if another `RunFolder`
-        of this or another process uses it, and if its disk has less than `min_free_bytes` left.
+        A new run began at `began`, by default now. Raises ValueError if `path` holds another run or other files, cannot
+        be written, or is used by another `RunFolder` of any process, or if its disk has less than `min_free_bytes`.
         """
         self.path = path.absolute()
         self.resumed = resume
@@ -95,6 +95,7 @@ class RunFolder:
         self.loop_end = LoopEnd()
         self.saving = False
         """Whether the run was stopped and its last finished step is being saved."""
+        self._writer = BackgroundWriter()  # its thread starts with the first write
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.path).free
@@ -112,11 +113,11 @@ class RunFolder:
             raise ValueError(
                 f"run folder {path} is in use by another run, in this process or another; end that first"
             ) from None
-        except RecordingError as error:
-            raise ValueError(f"run folder {path} cannot be written: {error.reason}") from error
-        except OSError as error:
-            raise ValueError(f"run folder {path} cannot be written: {error.strerror}") from error
-        self._writer = BackgroundWriter()  # its thread starts with the first write
+        except (RecordingError, OSError) as error:
+            if not resume:  # the next try finds the folder free; once it is locked, all in it is ours
+                self.discard() if hasattr(self, "_lock") else _remove_empty([self.logs, *self._made])
+            reason = error.reason if isinstance(error, RecordingError) else error.strerror
+            raise ValueError(f"run folder {path} cannot be written: {reason}") from error
         self._recorded = last_steps(self.rollouts)
 
     @property
@@ -240,6 +241,15 @@ class RunFolder:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         _remove_empty(self._made)
 
+    @contextlib.contextmanager
+    def discarded_on_failure(self) -> Generator[None]:
+        """Discards the folder if the block, which writes what a new run begins with, raises."""
+        try:
+            yield
+        except BaseException:
+            self.discard()
+            raise
+
     def saved(self) -> str:
         """The current contents of the folder, in a few words for the user."""
         last_step = int(max((row["step"] for row in metric_rows(self.metrics_file)), default=0))
@@ -300,12 +310,19 @@ def complete_checkpoints(directory: Path) -> list[Path]:
     """The directories in `directory` that hold all parts of a checkpoint, in the order of their steps."""
     steps: dict[Path, int] = {}
     for file in directory.glob(f"step-*/{LOOP_FILE}"):
+        if not is_checkpoint(file.parent):
+            continue
         loop = read_json(file)
         if not isinstance(loop.get("step"), int) or not isinstance(loop.get("trainers"), list):
             raise ValueError(f"{file} is damaged: it lacks 'step' or 'trainers'")
         if all((file.parent / name).is_dir() for name in loop["trainers"]):  # its ranks make these folders last
             steps[file.parent] = loop["step"]
     return sorted(steps, key=lambda path: steps[path])
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder has the name of a checkpoint, hidden or not. Other names, such as a copy's, are the user's."""
+    return path.is_dir() and re.fullmatch(r"\.?step-\d+", path.name) is not None
 
 
 def state_of(run: Path) -> str:

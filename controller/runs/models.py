@@ -5,6 +5,7 @@ cache. A model that comes with ownloop is converted once from its installed pack
 """
 
 import contextlib
+import errno
 import fcntl
 import importlib.util
 import io
@@ -110,14 +111,17 @@ def _build(target: Path, builder: Callable[[Path], None]) -> None:
     """Has `builder` fill a temporary directory, and renames that to `target` once it holds a complete model."""
     for leftover in target.parent.glob(f".{target.name}.*"):  # of a process that was killed
         shutil.rmtree(leftover)
+    from safetensors import SafetensorError
+
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         builder(partial)
         inspect_model(partial)
         partial.chmod(0o755)  # `mkdtemp` makes folders for this user alone
         partial.rename(target)  # atomic: others see nothing or all of it
-    except OSError as error:
-        raise ValueError(f"cannot write the model to {target.parent}: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot write the model to {target.parent}: {why}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -184,6 +188,7 @@ _NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LEFT_OUT = ("*/*", INDEX_FILE, "trainer_state.json")  # files in folders: other formats of the same weights
 _TOLD_EVERY = 0.1  # of a download
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +278,11 @@ def _download(model: HubName, files: Sequence[str], tell: Callable[[str], None],
     except HfHubHTTPError as error:
         raise ValueError(f"model {model} cannot be fetched from {page}: {_first_line(error)}") from None
     except (OSError, HTTPError) as error:
+        if (cause := _system_error(error)) is not None and cause.errno in _OF_THE_DISK:
+            raise ValueError(
+                f"model {model} cannot be kept in the cache {constants.HF_HUB_CACHE}: {cause.strerror}; HF_HOME names "
+                "another directory"
+            ) from None
         raise ValueError(
             f"model {model} is neither a directory here nor complete in the cache {constants.HF_HUB_CACHE}, and "
             f"{_why_not(error, constants.ENDPOINT)}; where there is a network, `hf download {model.repository} "
@@ -285,13 +295,22 @@ def _why_not(error: BaseException, endpoint: str) -> str:
     """Why nothing could be fetched, in a few words."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
+    causes, system = _causes(error), _system_error(error)
+    if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
+        return "HF_HUB_OFFLINE is set"
+    return f"{endpoint} cannot be reached ({_first_line(causes[-1]) if system is None else system.strerror})"
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The error, followed by its causes."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
-    if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
-        return "HF_HUB_OFFLINE is set"
-    system = next((cause for cause in causes if isinstance(cause, OSError) and cause.strerror), None)
-    return f"{endpoint} cannot be reached ({_first_line(causes[-1]) if system is None else system.strerror})"
+    return causes
+
+
+def _system_error(error: BaseException) -> OSError | None:
+    return next((cause for cause in _causes(error) if isinstance(cause, OSError) and cause.strerror), None)
 
 
 def _first_line(error: BaseException) -> str:

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from rl.algorithms.shaping import unshaped
 from rl.protocols import Problem
 from rl.rollouts.columns import count_groups, groups_to_table, parquet_bytes, read_groups
-from rl.system.disk import sync_directory, write_whole
+from rl.system.disk import write_whole
 from rl.types import Group
 
 MAX_WAITING = 2
@@ -171,20 +171,17 @@ def free_folder(parent: Path) -> Path:
 def cut_lines(file: Path, length: int, into: Path) -> None:
     """Moves everything behind the first `length` bytes to a file of the same name in the folder `into`.
 
-    Raises ValueError if the file is shorter than that.
+    Raises ValueError if the file is shorter than that, and `RecordingError` if there is no room for a copy.
     """
     size = file.stat().st_size if file.exists() else 0
     if size < length:
         raise ValueError(f"{file} has {size} bytes; it had {length} when the last checkpoint was saved")
     if size == length:
         return
-    into.mkdir(parents=True, exist_ok=True)
-    with file.open("rb+") as lines, (into / file.name).open("ab") as moved:
+    with file.open("rb+") as lines:
         lines.seek(length)
-        shutil.copyfileobj(lines, moved)
-        moved.flush()
-        os.fsync(moved.fileno())
-        sync_directory(into)  # the new file's name too
+        into.parent.mkdir(exist_ok=True)
+        write_whole(into / file.name, lines.read())
         lines.truncate(length)  # only now: whenever this is interrupted, no line is lost
 
 
@@ -198,7 +195,7 @@ def cut_recordings(directory: Path, lengths: Mapping[str, int], into: Path) -> N
     for kind, step, file in recorded_files(directory):
         if step > lengths.get(f"{directory.name}/{kind}", -1):
             (into / directory.name).mkdir(parents=True, exist_ok=True)
-            file.rename(into / directory.name / file.name)
+            shutil.move(file, into / directory.name)  # `rollouts` may be a link to another disk
 
 
 class RecordedEnv:

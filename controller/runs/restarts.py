@@ -7,6 +7,7 @@ at step 1. Generators are replaced one by one while the loop continues (controll
 end it only if they cannot be.
 """
 
+import contextlib
 import time
 import traceback
 from collections import deque
@@ -45,7 +46,8 @@ async def _until_the_end(
             if not limit.allows_another():
                 console.warn(f"the run is not restarted again: {limit}")
                 raise
-            traceback.print_exc()  # into the log: the console has one line
+            with contextlib.suppress(OSError):  # the disk may be full
+                traceback.print_exc()  # into the log: the console has one line
             console.warn(f"{error.mesh} failed: {error.reason}")
             console.phase(f"restarting after the newest checkpoint ({limit})")
         finally:

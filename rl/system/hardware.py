@@ -7,6 +7,7 @@ goes back to the kernel, and which objects the garbage collector scans.
 import contextlib
 import ctypes
 import gc
+import io
 import os
 import platform
 import resource
@@ -113,6 +114,8 @@ def open_standard_streams() -> None:
     os.close(descriptor)
     sys.stdin, sys.stdout = sys.stdin or os.fdopen(0), sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error is: a path need not be Unicode
 
 
 def keep_few_arenas() -> None:

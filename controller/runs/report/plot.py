@@ -3,6 +3,7 @@
 matplotlib is loaded with the first drawing: a mistake in a recipe should not have to wait for it.
 """
 
+import io
 import math
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from controller.runs.comparison import t_quantile
 from controller.runs.folder import RunFolder
 from controller.runs.metric_rows import Row, metric_rows
-from rl.system.disk import RecordingError
+from rl.system.disk import write_whole
 from rl.system.hardware import hand_back_garbage
 from rl.types import Datum, ForwardBackwardOutput
 
@@ -64,10 +65,7 @@ class CurveDrawer:
         # nothing to draw without an evaluation
         metrics = thinned_metrics(self._folder.metrics_file) if self._curves else []
         for name, training in [*self._curves.items()]:
-            try:
-                plot_curve(metrics, folder / f"{name}.png", folder.name, name=name, training=training)
-            except OSError as error:  # of the disk; any other error is a fault here
-                raise RecordingError(folder / f"{name}.png", error) from error
+            plot_curve(metrics, folder / f"{name}.png", folder.name, name=name, training=training)
         hand_back_garbage()  # a drawing of matplotlib is megabytes of cycles
 
 
@@ -82,7 +80,7 @@ def plot_curve(
     """Draws one metric over the steps of a run as a PNG; `metrics` are the rows that `read_metrics` returns.
 
     The metric `training` of each step is a dot, with a moving average; `eval_<name>` is drawn with its 95 % interval.
-    A row may hold either or both.
+    A row may hold either or both. Raises `RecordingError`, with the file as it was.
     """
     figure, axes = _new_figure()
     trained = columns(metrics, "step", training)
@@ -112,7 +110,9 @@ def plot_curve(
     style(axes, title, name.replace("_", " "))
     if trained.size or eval_data.size:
         axes.legend(frameon=False, fontsize=9, loc="best")
-    figure.savefig(file, format="png")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    write_whole(file, drawn.getvalue())
 
 
 def _new_figure() -> "tuple[Figure, Axes]":
@@ -129,7 +129,7 @@ def style(axes: "Axes", title: str, label: str) -> None:
     """Labels the axes and removes frame lines."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_title(title, loc="left", fontsize=11, parse_math=False)  # a run's name may hold dollars
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -169,7 +169,8 @@ def plot_comparison(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]
     """
     figure, axes = _new_figure()
     for number, (name, runs) in enumerate(curves.items()):
-        _draw_runs(axes, f"{name} (n = {len(runs)})", runs, _COLOURS[number % len(_COLOURS)])
+        label = f"{name} (n = {len(runs)})".replace("$", r"\$")  # no formula
+        _draw_runs(axes, label, runs, _COLOURS[number % len(_COLOURS)])
     style(axes, "held-out reward", "reward")
     axes.legend(frameon=False, fontsize=8, loc="best")
     figure.savefig(file, format="png")

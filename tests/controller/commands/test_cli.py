@@ -68,6 +68,15 @@ def test_a_user_without_a_home_directory_is_told(
     assert "no home directory, for a cache and a key; set HOME" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
+def test_a_path_that_is_no_text_is_printed(encoding: str, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}
+    words = [*map(os.fsencode, command("runs", "--runs")), b"r\xff"]
+    result = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, check=False)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout == b"there are no runs in r\\udcff; --runs names another folder\n"
+
+
 def test_a_run_from_start_to_end(tmp_path: Path) -> None:
     result = ownloop(tmp_path, "run", str(RECIPE), "--num-steps", "7")
     assert result.returncode == 0, result.stderr
@@ -178,8 +187,14 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
         (("run", str(RECIPE), "surplus"), "error: unexpected argument surplus"),
         (
             ("run", str(RECIPE), "--optimizer", "x"),
-            "error: --optimizer takes no value; --help lists the options that do",
+            "error: --optimizer is no option itself; see --optimizer.FIELD in --help, or set it in a recipe",
         ),
+        (("run", "grpo_smollm2_cpu", "--lora", "null"), "error: --lora is no option itself; see --lora.FIELD in"),
+        (
+            ("run", "grpo_smollm2_cpu", "--loss-config", "[]"),
+            "error: --loss-config takes pairs of a name and its value",
+        ),
+        (("run", "grpo_smollm2_cpu", "--trainer.compile", "true"), "error: unexpected argument true; --FIELD alone is"),
         (("run", str(RECIPE), "--optimizer.learning-rate", "a"), "error: --optimizer.learning-rate is 'a'; it must"),
         (("run", str(RECIPE), "--zzz", "3"), "error: unknown option --zzz; see --help"),
         (("run", "--num-steps", "3", str(RECIPE)), "error: --num-steps comes too early, or is not known: see"),

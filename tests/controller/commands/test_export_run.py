@@ -61,6 +61,15 @@ def test_the_newest_checkpoint_is_the_trained_model(run: Path, capfd: pytest.Cap
     assert error == "error: runs/a has no checkpoint of step 7; it has steps 1, 2\n"
 
 
+def test_a_run_that_cannot_be_written_is_exported(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(run / "logs" / "export", ignore_errors=True)
+    (run / "logs" / "export").touch()  # no one can make the folder, the superuser included
+    Path("empty").mkdir()
+    assert ownloop(capfd, "export", "a", "--to", "empty") == ["empty"]
+    assert weights(Path("empty")).keys() == weights(run / "model").keys()
+    (run / "logs" / "export").unlink()
+
+
 def test_an_exported_model_has_a_card(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ownloop(capfd, "export", "a", "--step", "1", "--to", "carded")
     card = (Path("carded") / "README.md").read_text()

@@ -12,9 +12,11 @@ import pytest
 from controller.commands.resume import forked_configuration, forked_folder, resumed_configuration
 from controller.runs.checkpoints import checkpoint_of
 from controller.runs.recording import recorded_files
+from rl.system.disk import OwnedFolder, RecordingError
 from tests.controller.commands.finished_runs import finished_run, in_this_process, to_the_end
 from tests.controller.commands.test_run import contents, refused
 from tests.e2e.cli_runs import metric_rows, model_hash
+from tests.rl.recordings import disk_of
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,23 @@ def test_overrides_hold_for_the_steps_to_come(parent: Path) -> None:
     assert rates == [3e-3, 3e-3, 1e-2, 1e-2, 1e-2]
     config = resumed_configuration(child, [])
     assert (config.learning_rate, config.num_steps) == (1e-2, 5), "it can be resumed itself"
+
+
+@pytest.mark.seconds
+def test_a_fork_that_does_not_fit_leaves_no_folder(parent: Path) -> None:
+    elsewhere = OwnedFolder("ownloop-test-", in_memory=True)
+    if elsewhere.path.stat().st_dev == parent.stat().st_dev:
+        pytest.skip("this machine has no second file system in memory, where files are copied and not linked")
+    checkpoint = checkpoint_of(parent, 2)
+    largest = max(filter(Path.is_file, checkpoint.rglob("*")), key=lambda file: file.stat().st_size)
+    config, target = forked_configuration(parent, (), print), elsewhere.path / "fork"
+    with disk_of(largest.stat().st_size - 1), pytest.raises(RecordingError) as caught:
+        forked_folder(target, config, parent, checkpoint, ())
+    assert caught.value.file == target / "checkpoints" / ".step-00002" / largest.relative_to(checkpoint)
+    assert not target.exists()
+    folder = forked_folder(target, config, parent, checkpoint, ())
+    assert [path.name for path in folder.complete_checkpoints()] == ["step-00002"]
+    elsewhere.remove()
 
 
 @pytest.mark.seconds

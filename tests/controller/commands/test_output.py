@@ -26,10 +26,10 @@ print("after error", file=sys.stderr)
 """
 
 
-def run(cwd: Path, mode: str) -> subprocess.CompletedProcess[str]:
+def run(cwd: Path, mode: str, code: str = CODE) -> subprocess.CompletedProcess[str]:
     """The code above in a process of its own, since it is about that process's file descriptors."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    arguments = [sys.executable, "-c", CODE, mode]
+    arguments = [sys.executable, "-c", code, mode]
     return subprocess.run(arguments, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -57,6 +57,28 @@ def test_output_is_back_when_an_exception_leaves_the_block(tmp_path: Path) -> No
     result = run(tmp_path, "raise")
     assert result.stdout.splitlines() == ["before"]
     assert result.stderr.endswith("ValueError: x\n")
+
+
+FULL = """
+import sys
+from pathlib import Path
+from controller.commands.output import CapturedOutput
+with CapturedOutput() as output:
+    output.move_to(Path("/dev/full"))
+    try:
+        print("lost", end="")  # stays in Python's buffer, unless PYTHONUNBUFFERED is set
+        print("lost", file=sys.stderr)
+    except OSError as error:
+        print(error.strerror, file=output.terminal)
+print("after")
+print("after error", file=sys.stderr)
+"""
+
+
+def test_a_log_whose_disk_is_full_leaves_the_terminal_alone(tmp_path: Path) -> None:
+    result = run(tmp_path, "finish", FULL)
+    assert result.stdout.splitlines() == ["No space left on device", "after"]
+    assert result.stderr.splitlines() == ["after error"]
 
 
 def test_a_process_without_standard_streams_gets_empty_ones(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A disk that is full or slow, as a user sees it.
 
-Covers: controller/commands/cli.py
+Covers: controller/commands/cli.py, controller/commands/output.py
 """
 
 import os
@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from controller.runs.folder import read_metrics
+from controller.commands.recipes import load_recipe
+from controller.commands.saved_recipe import save_recipe
+from controller.runs.folder import RunFolder, read_metrics
 from rl.rollouts.columns import read_groups
-from tests.controller.commands.test_cli import ROOT, command, ownloop
+from tests.controller.commands.test_cli import RECIPE as TOY_RECIPE
+from tests.controller.commands.test_cli import ROOT, add_checkpoint, command, ownloop
 from tests.waiting import wait_for_end, wait_until
 
 RECIPE = Path(__file__).with_name("recording_recipe.py")
@@ -39,6 +42,63 @@ def test_the_last_step_of_all_may_be_the_one_that_does_not_fit(tmp_path: Path) -
     result = ownloop(tmp_path, "run", str(RECIPE), "--name", "a", "--full-after", "3", "--num-steps", "4")
     assert result.returncode == 1
     assert "step-00004.parquet cannot be written: File too large" in result.stderr
+
+
+BOOM = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    seed: int = 0
+
+    def loop(self):
+        return train
+
+async def train(config, folder, console):
+    raise RuntimeError("boom")
+
+def recipe():
+    return Config()
+"""
+
+
+@pytest.mark.seconds
+def test_a_log_that_is_full_hides_no_reason(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(BOOM)
+    run = RunFolder(tmp_path / "runs" / "a", load_recipe(recipe)).path
+    save_recipe(run, recipe, [])
+    add_checkpoint(run)
+    (run / "logs" / "controller.log").symlink_to("/dev/full")
+    result = ownloop(tmp_path, "run", "--resume", str(run))
+    assert result.returncode == 1
+    resuming, error, *_, to_continue, _ = result.stderr.splitlines()
+    assert resuming == f"resuming with the recipe in {run}/recipe.json"
+    assert error.startswith("error: RuntimeError: boom (")
+    assert to_continue == f"to continue: ownloop run --resume {run}"
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("words", [("list",), ("show", "grpo_smollm2_cpu")])
+def test_output_that_does_not_fit_is_said_in_a_sentence(words: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command(*words), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr == "error: the output or a temporary file cannot be written: No space left on device\n"
+
+
+@pytest.mark.seconds
+def test_a_recipe_that_does_not_fit_leaves_its_name_free(tmp_path: Path) -> None:
+    recipe = tmp_path / "long.py"
+    recipe.write_text(f"{TOY_RECIPE.read_text()}# {'x' * 20_000}\n")
+    limited = ["sh", "-c", 'ulimit -f 16 && exec "$@"', "sh", *command("run", str(recipe), "--name", "a")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(limited, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr == f"error: {tmp_path}/runs/a/recipe.json cannot be written: File too large\n"
+    assert not (tmp_path / "runs").exists()
+    assert ownloop(tmp_path, "run", str(recipe), "--name", "a").returncode == 0
 
 
 @pytest.mark.seconds

@@ -53,6 +53,11 @@ def order(folder: Path) -> list[str]:
     return (folder / "order").read_text().splitlines()
 
 
+def test_two_runs_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="two runs of the sweep would have the name model=a_b"):
+        combinations_of(["--model", "a/b", "a_b"])
+
+
 def test_every_combination_has_a_run() -> None:
     found = combinations_of(["--seed", "0", "1", "--learning-rate=1e-5", "--learning-rate=2e-5", "--num-steps", "3"])
     assert list(found) == [f"seed={seed},learning-rate={rate}" for seed in (0, 1) for rate in ("1e-5", "2e-5")]

@@ -45,6 +45,14 @@ def plant(run: Path, file: Path) -> None:
     change(run, source=f"{source}\nopen({str(file)!r}, 'w')\n")
 
 
+def test_a_recipe_of_a_windows_editor_resumes(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(RECIPE.read_text(), encoding="utf-8-sig")
+    folder = RunFolder(tmp_path / "runs" / "b", load_recipe(recipe)).path
+    save_recipe(folder, recipe, ["--num-steps", "5"])
+    assert resumed_configuration(folder, []).num_steps == 5
+
+
 def test_a_planted_recipe_is_refused_and_not_run(run: Path, tmp_path: Path) -> None:
     plant(run, tmp_path / "was_here")
     add_checkpoint(run)

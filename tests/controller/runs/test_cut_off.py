@@ -10,6 +10,7 @@ import pytest
 from controller.runs.folder import RunFolder, read_metrics
 from controller.runs.recording import cut_lines, free_folder
 from rl.rollouts.columns import read_groups
+from rl.system.disk import OwnedFolder
 from tests.controller.runs.test_folder import group
 
 
@@ -40,6 +41,21 @@ def test_later_files_are_moved_aside_and_nothing_is_lost(tmp_path: Path) -> None
     assert read_groups(into / "rollouts" / "step-00003.parquet") == [group(3)]
     assert (into / "rollouts" / "eval-00002.parquet").is_file()
     assert folder.cut_back(before) is None
+
+
+def test_rollouts_may_lie_on_another_disk(tmp_path: Path) -> None:
+    elsewhere = OwnedFolder("ownloop-test-", in_memory=True)
+    if elsewhere.path.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("this machine has no second file system in memory")
+    folder = RunFolder(tmp_path / "a", {})
+    folder.rollouts.symlink_to(elsewhere.path)
+    folder.log_rollouts(1, [group(1)])
+    folder.log_rollouts(2, [group(2)])
+    into = folder.cut_back({"rollouts/step": 1})
+    assert into is not None
+    assert [file.name for file in folder.rollouts.glob("*.parquet")] == ["step-00001.parquet"]
+    assert read_groups(into / "rollouts" / "step-00002.parquet") == [group(2)]
+    elsewhere.remove()
 
 
 def test_cutting_back_to_the_beginning_keeps_everything_aside(tmp_path: Path) -> None:

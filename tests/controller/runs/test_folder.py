@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.runs.folder import RunFolder, began_at, complete_checkpoints, read_metrics
+from controller.runs.folder import RunFolder, began_at, complete_checkpoints, read_metrics, state_of
 from rl.system.disk import to_json, write_json
 from rl.types import Completion, Group
 from tests.rl.fakes import single_turn
-from tests.rl.recordings import recorded_rows
+from tests.rl.recordings import disk_of, recorded_rows
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,28 @@ def test_no_permission() -> None:
 def test_no_space(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"MiB are free there; a run needs"):
         RunFolder(tmp_path / "a", Config(), min_free_bytes=1 << 60)
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("room", [1, 100])
+def test_a_folder_that_does_not_fit_leaves_its_name_free(tmp_path: Path, existing: bool, room: int) -> None:
+    path, config = tmp_path / "runs" / "a", {"text": "x" * 10 * room}
+    if existing:
+        path.mkdir(parents=True)
+    with disk_of(room), pytest.raises(ValueError, match=r"runs/a cannot be written: File too large"):
+        RunFolder(path, config)
+    assert [*tmp_path.rglob("*")] == ([path.parent, path] if existing else [])
+    assert RunFolder(path, config).metrics() == []
+
+
+def test_a_copy_of_a_checkpoint_is_the_user_s(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a", {})
+    for name, step in (("step-00002", 2), ("step-00010", 10), ("step-00010.bak", 10), ("step-old", 1)):
+        (folder.checkpoints / name).mkdir(parents=True)
+        write_json(folder.checkpoints / name / "loop.json", {"step": step, "trainers": []})
+    folder.close()
+    assert [path.name for path in complete_checkpoints(folder.checkpoints)] == ["step-00002", "step-00010"]
+    assert state_of(folder.path) == "stopped, saved at 10"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ ROOT = Path(__file__).parents[3]
 NAME = "lab/Tiny-1.5B"
 TEMPLATE = "additional_chat_templates/tool_use.jinja"
 FETCH = """
-import sys
+import os, resource, sys
+if largest := os.environ.get("LARGEST_FILE"):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(largest),) * 2)
 from controller.runs.models import pinned, resolve_model
 for name in sys.argv[1:]:
     try:
@@ -129,6 +131,15 @@ def test_names_that_cannot_be_had(hub: Hub, tmp_path: Path, files: dict[str, byt
         assert name.partition("@")[0] in line.replace("--", "/")
         assert part in line
     assert "model.safetensors" not in hub.fetched, "the weights are only fetched once the rest is right"
+
+
+def test_a_cache_without_room_is_named(hub: Hub, tmp_path: Path, files: dict[str, bytes]) -> None:
+    (line,) = fetch(hub.url, tmp_path, NAME, LARGEST_FILE="100000")
+    assert line.startswith(f"error: model {NAME}@")
+    reason = "File too large; HF_HOME names another directory"
+    assert line.endswith(f" cannot be kept in the cache {tmp_path / 'hub'}: {reason}")
+    path, _ = fetch(hub.url, tmp_path, NAME)
+    assert (Path(path) / "model.safetensors").read_bytes() == files["model.safetensors"]
 
 
 def test_without_a_network(tmp_path: Path) -> None:

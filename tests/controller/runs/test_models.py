@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from controller.runs import models
@@ -16,6 +16,7 @@ from controller.runs.models import resolve_model
 from rl.system.disk import cache_directory
 from rl.system.hf_config import inspect_model
 from rl.tiny_models import tiny_llama
+from tests.rl.recordings import disk_of
 from tests.waiting import wait_for_end, wait_for_line
 
 BUILD = """
@@ -112,6 +113,17 @@ def test_a_builder_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("OWNLOOP_CACHE", str(tmp_path))
     monkeypatch.setitem(models.__dict__["_BUILDERS"], "toy", build)
     with pytest.raises(ValueError, match=r"cannot write the model to .*: No space left on device"):
+        resolve_model("toy")
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["toy.lock"]
+
+
+def test_weights_that_do_not_fit_are_said_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(directory: Path) -> None:
+        save_file({"weight": torch.zeros(1000)}, directory / "model.safetensors")
+
+    monkeypatch.setenv("OWNLOOP_CACHE", str(tmp_path))
+    monkeypatch.setitem(models.__dict__["_BUILDERS"], "toy", build)
+    with disk_of(1000), pytest.raises(ValueError, match=r"cannot write the model to .*: .*File too large"):
         resolve_model("toy")
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["toy.lock"]
 

@@ -9,7 +9,9 @@ import pytest
 from matplotlib.image import imread
 
 from controller.runs.folder import RunFolder
-from controller.runs.report.plot import CurveDrawer, plot_curve
+from controller.runs.report.plot import CurveDrawer, plot_comparison, plot_curve
+from rl.system.disk import RecordingError
+from tests.rl.recordings import disk_of
 
 TRAINING = [{"step": float(i), "reward_mean": 0.3 + i / 100, "reward_std": 0.2} for i in range(1, 31)]
 EVAL = [{"step": float(i), "eval_reward": 0.4, "eval_reward_low": 0.35, "eval_reward_high": 0.44} for i in (0, 30)]
@@ -52,6 +54,22 @@ def test_draws_the_metric_that_it_is_told_to(tmp_path: Path) -> None:
     plot_curve(rows, tmp_path / "loss.png", "title", name="loss", training="loss")
     assert has_colour(tmp_path / "loss.png", BLUE)
     assert not has_colour(tmp_path / "loss.png", RED)
+
+
+def test_a_full_disk_leaves_the_last_curve_whole(tmp_path: Path) -> None:
+    file = tmp_path / "reward.png"
+    plot_curve(TRAINING[:1], file, "title")
+    before = file.read_bytes()
+    with disk_of(1000), pytest.raises(RecordingError, match=r"reward\.png cannot be written: File too large"):
+        plot_curve(TRAINING + EVAL, file, "title")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
+
+
+def test_names_with_dollars_are_no_formulas(tmp_path: Path) -> None:
+    name = "$SEED_$LR"  # as a shell leaves it within single quotes
+    plot_curve(TRAINING + EVAL, tmp_path / "reward.png", name)
+    plot_comparison({name: [EVAL, EVAL]}, tmp_path / "compared.png")
+    assert has_colour(tmp_path / "reward.png", RED)
 
 
 @pytest.mark.seconds
