@@ -1,0 +1,49 @@
+"""Options that a page names between its code blocks are options of a command, or of a recipe.
+
+Covers: docs/, README.md, controller/commands/recipes.py
+"""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.commands.command_line import COMMANDS, CommandEndedError, parse_command
+from controller.commands.recipes import configuration, recipe_files
+from controller.server.commands import configuration as served
+from tests.docs.pages import PAGES, ROOT
+
+_OTHERS = {"--no-deps", "--network"}
+"""Options of pip and docker."""
+_OPTION = re.compile(r"--[a-z][\w.-]*\w")
+
+
+@cache
+def options() -> frozenset[str]:
+    """Every option that the help of a command or a recipe shows."""
+    parts = [each.name for each in entry_points(group="ownloop.commands")]
+    texts = [_help(parse_command, [name, "--help"]) for name in (*COMMANDS, *parts) if name != "serve"]
+    texts += [_help(configuration, recipe, ["--help"], "run") for recipe in recipe_files()]
+    return frozenset(_OPTION.findall(" ".join([*texts, _help(served, ["--help"])])))
+
+
+def _help(show: Callable[..., Any], *arguments: Any) -> str:
+    with pytest.raises(CommandEndedError) as ended:
+        show(*arguments)
+    return str(ended.value)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_options_that_a_page_names_exist(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    spans = re.findall(r"`((?:--|ownloop )[^`]+)`", text)
+    named = {option for span in spans for option in _OPTION.findall(span)} - _OTHERS
+    groups = {".".join(option.split(".")[:count]) for option in options() for count in (1, 2)}  # --lora of --lora.rank
+    assert named - options() - groups == set()
