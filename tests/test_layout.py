@@ -43,8 +43,8 @@ MAX_FILE_LINES = 400  # more than 300 only where the file serves one idea
 # The numbers of tests/house.py, as they are. They may fall.
 MOST = {
     "product files": 360,
-    "core files": 203,
-    "core lines": 34_121,
+    "core files": 202,
+    "core lines": 34_077,
     "files under 70 lines with one importer": 1,
     "files that a loop's page reaches": 109,
     "definitions of forward_backward": 9,
