@@ -146,10 +146,7 @@ class RunFolder:
         _failed.pop(self.path, None)
 
     def loop_failed(self) -> None:
-        """The run's loop ends by an error. Another `RunFolder` of this process may take its place.
-
-        In a notebook, the error's traceback keeps this one alive.
-        """
+        """The loop ends by an error, which in a notebook keeps this alive. A new `RunFolder` may take its place."""
         _failed[self.path] = self
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
