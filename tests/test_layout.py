@@ -44,7 +44,7 @@ MAX_FILE_LINES = 400  # more than 300 only where the file serves one idea
 MOST = {
     "product files": 360,
     "core files": 202,
-    "core lines": 34_074,
+    "core lines": 34_089,
     "files under 70 lines with one importer": 1,
     "files that a loop's page reaches": 109,
     "definitions of forward_backward": 9,

