@@ -11,6 +11,7 @@ import torch
 from monarch.actor import Actor, endpoint
 
 from rl.weights import links
+from rl.weights.copies import Workers
 from rl.weights.network import NetworkReceiver
 from rl.weights.versions import VersionRecord
 from trainer.push import WeightPublisher
@@ -108,13 +109,14 @@ class ReadingRank(Actor):
         self._weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes(megabytes).items()}
         self._flat = torch.zeros(sum(t.nbytes for t in self._weights.values()), dtype=torch.uint8)
         self._receiver = NetworkReceiver()
+        torch.set_num_threads(links.LINKS)  # a generator copies with all cores of its host
+        self._workers = Workers()
 
     @endpoint
     async def pull(self, record: VersionRecord) -> None:
         """Copies a version out of this host's shared memory."""
         with self._receiver.open(record, None) as buffer:
-            for spec in record.manifest:
-                self._weights[spec.name].copy_(buffer.tensor(spec))
+            self._workers.copy((self._weights[spec.name], buffer.tensor(spec)) for spec in record.manifest)
 
     @endpoint
     async def fetch(self, host: str, port: int, num_connections: int) -> float:
