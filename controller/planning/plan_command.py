@@ -207,7 +207,11 @@ def _efficiency(metrics: Path | None, trainer: TrainerConfig) -> Efficiency:
         raise ValueError(f"--metrics {metrics} has no row with mfu; it must be the metrics.jsonl of a run that trained")
     checkpointing, passes = trainer.activation_checkpointing, 2 if trainer.is_frozen else 3
     if (file := metrics.with_name(CONFIG_FILE)).is_file():
-        of_run = read_json(file)["trainer"]
+        of_run = read_json(file).get("trainer")
+        if not isinstance(of_run, dict):
+            raise ValueError(
+                f"{file} is not a run's: it has no settings of a trainer; --metrics must be in a run's folder"
+            )
         checkpointing, passes = of_run.get("activation_checkpointing"), 2 if of_run.get("lora") else 3
     return Efficiency(train=median(reached) * (passes + (checkpointing == "full")) / passes)
 

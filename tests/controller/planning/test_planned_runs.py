@@ -227,6 +227,10 @@ def test_a_runs_efficiency_is_without_what_was_computed_twice(
         plan(folder, *FULL, "--trainer.data-parallel-shard", "8", "--metrics", str(metrics))
         taken.append(seconds(capsys.readouterr().out, "train"))
     assert taken[0] == taken[2] == pytest.approx(taken[1] * 3 / 4, rel=0.01)
+    for other in ({"model_type": "llama"}, {"trainer": None}):
+        (tmp_path / "config.json").write_text(json.dumps(other))
+        assert plan(folder, *FULL, "--metrics", str(metrics)) == 2
+        assert "config.json is not a run's: it has no settings of a trainer" in capsys.readouterr().err
 
 
 def test_vllm_needs_room_for_one_sequence(tmp_path: Path) -> None:
