@@ -25,9 +25,9 @@ from benchmarks.harness import Bar, benchmark_model, parser, print_result
 from controller.commands.output import CapturedOutput
 from controller.commands.recipes import find_recipe, load_recipe
 from controller.loops.grpo import GRPOConfig, train
-from controller.runs.comparison import is_timing
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
+from ownloop_report.comparison import is_timing
 from rl.envs.even_words import EvenWords
 
 Row = dict[str, float]

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import Bar, parser, print_result
+from ownloop_families.tiny_families import TINY_FAMILIES
 from rl.losses import get_loss
 from rl.tiny_models import critic_batch, tiny_critic, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from rl.types import Head
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.contract.plain_ranks import LENGTHS, plan, relative_error, spawn, whole
-from trainer.families.tiny_families import TINY_FAMILIES
 
 LIMIT, DECAY_LIMIT = 1e-5, 1e-4
 DECAYS = ("A_log", "dt_bias", "in_proj_a.weight")

@@ -22,7 +22,7 @@ import psutil
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result
 from controller.runs.folder import METRICS, read_metrics
-from controller.runs.report.page import read_timeline
+from ownloop_report.page import read_timeline
 from rl.system.timeline import TIMELINE
 
 _LOOK_S = 0.1

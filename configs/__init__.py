@@ -1,1 +1,5 @@
-"""Recipes, one module each. The first line of a recipe's docstring says which hardware it is for."""
+"""Recipes: one module for each, with the hardware that it is for in its first line. Plug-ins add theirs."""
+
+from pkgutil import extend_path
+
+__path__ = extend_path(__path__, __name__)

@@ -156,7 +156,7 @@ fi
 
 # Two lines: what is installed, and where. Scripts in .venv name its path, so a checkout that was moved needs a new one.
 # Of pyproject.toml, what follows the first [tool] table configures tools that read it themselves.
-wanted="$device $({ cat "$lock" "$cuda_torch" requirements/torchvision.lock; sed '/^\[tool\./,$d' pyproject.toml; } | sha256sum | cut -c1-16)"$'\n'"$PWD"
+wanted="$device $({ cat "$lock" "$cuda_torch" requirements/torchvision.lock; for each in pyproject.toml plugins/*/pyproject.toml; do sed '/^\[tool\./,$d' "$each"; done; } | sha256sum | cut -c1-16)"$'\n'"$PWD"
 found=$(cat "$stamp" 2>/dev/null || true)
 usable=no
 if "$venv/bin/uv" --version >/dev/null 2>&1 && [ "${found#*$'\n'}" = "$PWD" ] && is_accepted "$python"; then usable=yes; fi
@@ -189,12 +189,14 @@ quietly uv_pip sync "$lock"
 # vLLM's CPU build computes on the CPU alone. The trainer must do the same, though its torch could use a GPU.
 if [ "$lock" = "$venv/cpu.lock" ]; then echo 'import os; os.environ["CUDA_VISIBLE_DEVICES"] = ""' >"$packages/ownloop-cpu.pth"; fi
 # Of models that read images, vLLM's code imports torchvision. It has a folder of its own, because beside torch's CPU
-# build transformers would fail to import it; generator/image_prompts.py knows how.
+# build transformers would fail to import it; plugins/vision/ownloop_vision/image_prompts.py knows how.
 if [ "$device" = cpu ]; then
   quietly uv_pip install --no-deps --target "$venv/torchvision" --requirements requirements/torchvision.lock
 fi
 say "3/3 ownloop itself, bytecode, and a check that everything can be imported"
-quietly uv_pip install --no-deps --no-build-isolation --editable .
+editable=(--editable .)
+for plugin in plugins/*/; do editable+=(--editable "$plugin"); done
+quietly uv_pip install --no-deps --no-build-isolation "${editable[@]}"
 # Otherwise the processes of the first run would each compile the same modules at once. Some files are for later Pythons.
 env -u PYTHONDONTWRITEBYTECODE "$python" -m compileall -qq -j 0 "$packages"/{torch,torchtitan,transformers,vllm} || true
 env -u PYTHONDONTWRITEBYTECODE "$python" requirements/check.py "$device" >&2 2>>"$log" || exit 1

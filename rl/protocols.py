@@ -184,7 +184,7 @@ class Episode(Protocol):
         `async def` runs on the event loop and must not block it. A call that raises, takes longer than its limit
         (see `Env`), or returns a reward that is not finite costs this rollout; the failure is reported and the step
         continues.
-        A thread cannot be stopped: code that may hang or crash belongs in a process of its own (`rl.envs.sandbox`).
+        A thread cannot be stopped: code that may hang or crash belongs in a process of its own (`ownloop_sandbox`).
         """
         ...
 
@@ -193,7 +193,7 @@ class Problem(Protocol):
     """A prompt, and episodes that attempt it. `rl.envs.procedural.TextProblem` is the single-turn implementation.
 
     A problem may have more attributes. `tools: Sequence[Mapping[str, Any]]` are JSON schemas of functions, which
-    the model's chat template shows it together with the prompt (`rl.envs.tools`). `answer_of(completion) -> str` is the
+    the model's chat template shows it together with the prompt. `answer_of(completion) -> str` is the
     end of an answer, such as the number in its box: evaluations count how often each was given. `best_reward: float` is
     in the place of the environment's. `answer` and `wrong_answers` are as in `rl.data.sources.AnsweredProblem`.
     """

@@ -19,6 +19,7 @@ from transformers import (
     Phi3ForCausalLM,
 )
 
+from ownloop_families.tiny_families import SHAPE, TINY_FAMILIES, WINDOW
 from rl.tiny_models import (
     SERVABLE,
     save_tiny,
@@ -28,7 +29,6 @@ from rl.tiny_models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from trainer.families.tiny_families import SHAPE, TINY_FAMILIES, WINDOW
 
 
 def _gemma3(path: Path) -> Path:

@@ -35,7 +35,7 @@ _TOGETHER = {
         "tests/controller/loops/",
         "tests/controller/agents/",
         "tests/controller/frameworks/",
-        "tests/e2e/test_parity.py",
+        "plugins/doctors/tests/test_parity.py",
     ),
     "trainer": ("tests/trainer/", "tests/rl/weights/test_gpu_memory.py"),
 }

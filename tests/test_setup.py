@@ -1,7 +1,4 @@
-"""The set-up script: where torch comes from, what it checks and refuses, and that the next call continues.
-
-Covers: requirements/
-"""
+"""The set-up script: where torch comes from, what it checks and refuses, and that the next call continues."""
 
 import os
 import re

@@ -1,7 +1,4 @@
-"""The suite's own run: it ends tasks of other threads and says what was left out; `make stress` counts failures.
-
-Covers: tests/suite.py
-"""
+"""The suite's own run: it ends tasks of other threads and says what was left out; `make stress` counts failures."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,4 @@
-"""The wheel: what it holds, that it runs without its checkout, and that the commands of docs/install.md install it.
-
-Covers: pyproject.toml
-"""
+"""The wheel: what it holds, that it runs without its checkout, and that the commands of docs/install.md install it."""
 
 import json
 import os
@@ -70,8 +67,8 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert {
-        "controller/server/status.html",
-        "controller/runs/report/page.html",
+        "plugins/server/ownloop_server/status.html",
+        "plugins/report/ownloop_report/page.html",
         "configs/grpo_smollm2_cpu.py",
     } <= expected
     assert expected <= held

@@ -139,9 +139,9 @@ class TrainerConfig(LayoutConfig):
     """Seed of each rank's random state."""
     engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further options for an engine that takes them: with `megatron`, fields of Megatron-core's `TransformerConfig` by
-    their own names, and `model_provider`; with `megatron_fsdp`, options of `fully_shard`; see `docs/megatron.md`."""
+    their own names, and `model_provider`; with `megatron_fsdp`, options of `fully_shard`."""
     profile_steps: str = ""
-    """Optimizer steps that torch's profiler records, as "3:5": from 3 to 5. `docs/report.md` says where."""
+    """Optimizer steps that torch's profiler records, as "3:5": from 3 to 5. `docs/slow_step.md` says where."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     """How long calls may take before the ranks count as hung."""
 

@@ -54,6 +54,8 @@ class List:
         return 0
 
 
+_RECIPES = "configs"
+"""The package of recipes, to which plug-ins add theirs."""
 _WITH_PACKAGES = ("engines", "hosts", "loggers")
 """Groups of parts that may need a package; others are not loaded to be listed, which would take seconds."""
 
@@ -98,8 +100,7 @@ def advantage_lines() -> Iterator[str]:
 
 def recipe_files() -> dict[str, Path]:
     """Name -> file of every recipe in `configs/`, sorted by name."""
-    spec = importlib.util.find_spec("configs")
-    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    folders = map(Path, importlib.import_module(_RECIPES).__path__)
     files = (file for folder in folders for file in folder.glob("*.py") if not file.name.startswith("_"))
     return {file.stem: file for file in sorted(files)}
 

@@ -7,8 +7,8 @@
                 finished.json     says that the run came to its end
                 metrics.jsonl     one line per step and per evaluation
                 rollouts/         one Parquet file per step and per evaluation, see controller/runs/recording.py
-                sessions/         of a run of programs, see controller/agents/sessions.py
-                reward.png        see controller/runs/report/plot.py
+                sessions/         of a run of programs, see ownloop_agents/sessions.py
+                reward.png        see ownloop_report/plot.py
                 report.html       see controller/runs/report/
                 timeline.json     see rl/system/timeline.py
                 checkpoints/      see controller/runs/checkpoints.py

@@ -71,7 +71,7 @@ class LoopConfig:
     """The time in which `max_restarts` are counted."""
     log: tuple[str, ...] = ()
     """Where metrics and samples go in addition to the run's folder: "tensorboard", "wandb", "trackio". See
-    `docs/report.md`."""
+    `plugins/report/README.md`."""
     hosts: Hosts | None = None
     """Other hosts to run on, by role: `--hosts trainer=n1:26600,n2:26600 generator=n3:26600`, or `--hosts ssh ...`,
     `slurm ...`, `kubernetes ...`. None: this host. See `docs/hosts.md`."""

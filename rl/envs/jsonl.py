@@ -104,7 +104,7 @@ async def _awaited(reward: Awaitable[float]) -> Done:
 
 
 def no_reward(prompt: Prompt, completion: str, **fields: Any) -> float:
-    """0 for any answer: the reward of an environment that a judge scores (`rl.envs.judged`)."""
+    """0 for any answer: the reward of an environment that a judge scores (`ownloop_tasks.judged`)."""
     del prompt, completion, fields
     return 0.0
 

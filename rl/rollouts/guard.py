@@ -2,7 +2,7 @@
 
 A thread cannot be stopped. One that exceeds its limit is abandoned: it keeps its core busy if it computes, but does not
 keep the process from exiting. Code that holds the interpreter's lock for long, such as a regular expression with
-endless backtracking, stops everything and knows no limit; it belongs in a process of its own (`rl.envs.sandbox`).
+endless backtracking, stops everything and knows no limit; it belongs in a process of its own (`ownloop_sandbox`).
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""Every benchmark runs in its smallest form and prints the result that design.md promises, so that none rots.
-
-Covers: benchmarks/
-"""
+"""Every benchmark runs in its smallest form and prints the result that design.md promises, so that none rots."""
 
 import importlib
 import json
@@ -18,7 +15,7 @@ import pytest
 from benchmarks.__main__ import BENCHMARKS, ON_REQUEST
 from benchmarks.harness import REPOSITORY
 from benchmarks.simulated_hosts import why_not
-from tests.rl.envs.sandbox.here import need
+from plugins.sandbox.tests.here import need
 
 FILES = sorted((REPOSITORY / "benchmarks").glob("*.py"))
 SCRIPTS = [file.stem for file in FILES if file.stem != "harness" and "print_result(" in file.read_text()]

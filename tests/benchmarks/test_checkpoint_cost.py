@@ -1,5 +1,3 @@
-"""Covers: benchmarks/checkpoint_cost.py"""
-
 import pytest
 
 from benchmarks.checkpoint_cost import costs

@@ -1,7 +1,4 @@
-"""`make gpu-check`: what it leaves out, what it judges, and the page that it writes. The whole of it runs in `slow`.
-
-Covers: benchmarks/gpu_check.py
-"""
+"""`make gpu-check`: what it leaves out, what it judges, and the page that it writes. The whole of it runs in `slow`."""
 
 import contextlib
 import json

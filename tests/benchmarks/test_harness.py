@@ -1,7 +1,4 @@
-"""Bars, and the record of the machine that a figure belongs to.
-
-Covers: benchmarks/harness.py
-"""
+"""Bars, and the record of the machine that a figure belongs to."""
 
 import json
 import math

@@ -1,8 +1,6 @@
 """Seven cells of `benchmarks.kill_matrix`: a run whose process is killed, stopped or fails, and what becomes of it.
 
 `make test` resumes runs in `tests/controller/runs/test_resumed_runs.py`.
-
-Covers: benchmarks/
 """
 
 import functools

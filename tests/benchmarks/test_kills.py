@@ -1,7 +1,4 @@
-"""The cells of the kill matrix cover what they promise, and a run that is not whole is noticed.
-
-Covers: benchmarks/
-"""
+"""The cells of the kill matrix cover what they promise, and a run that is not whole is noticed."""
 
 import itertools
 import json

@@ -1,7 +1,4 @@
-"""Every way to split the work gives the same gradient: the layouts of `benchmarks.layouts`, some of them each time.
-
-Covers: benchmarks/layouts.py
-"""
+"""Every way to split the work gives the same gradient: the layouts of `benchmarks.layouts`, some of them each time."""
 
 import pytest
 

@@ -1,7 +1,4 @@
-"""Rounds are told as they come, the first does not count, and the time of a call is that of other processes too.
-
-Covers: benchmarks/rounds.py
-"""
+"""Rounds are told as they come, the first does not count, and the time of a call is that of other processes too."""
 
 import asyncio
 import sys

@@ -1,7 +1,4 @@
-"""The gradient does not depend on how a batch is cut: `benchmarks.split_invariance`, one model each time.
-
-Covers: benchmarks/split_invariance.py
-"""
+"""The gradient does not depend on how a batch is cut: `benchmarks.split_invariance`, one model each time."""
 
 import pytest
 

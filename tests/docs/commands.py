@@ -9,9 +9,9 @@ from controller.commands.command_line import HELP, parse_command
 from controller.commands.recipes import configuration
 from controller.commands.run import Run
 from controller.commands.show import Show
-from controller.commands.sweep import Sweep, combinations_of
-from controller.server.commands import Serve
-from controller.server.commands import configuration as served
+from ownloop_doctors.sweep import Sweep, combinations_of
+from ownloop_server.commands import Serve
+from ownloop_server.commands import configuration as served
 from tests.docs.pages import ROOT
 
 _OTHER_PROGRAMS = {"kubectl", "sbatch", "git", "cd", "cp", "tail", "mkdir", "pre-commit", "source"} | {

@@ -175,7 +175,7 @@ def launch_in_process(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(Launcher, "trainer", trainer)
     monkeypatch.setattr(Launcher, "reference", reference)
     monkeypatch.setattr(Launcher, "generator", generator)
-    monkeypatch.setattr("controller.runs.report.plot.plot_curve", lambda *_, **__: None)
+    monkeypatch.setattr("ownloop_report.plot.plot_curve", lambda *_, **__: None)
 
 
 async def _made(made: Any) -> Any:

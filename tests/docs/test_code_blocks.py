@@ -9,8 +9,6 @@ if they only print something. A comment before a block changes how it is treated
     <!-- test: same as PATH -->     the block equals a file of the repository, which has a test of its own
     <!-- test: in a run -->         the block runs in a folder that holds a finished run, `runs/my-run`
     <!-- test: run -->              all of the block's commands are run
-
-Covers: docs/, README.md
 """
 
 import ast

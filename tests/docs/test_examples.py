@@ -1,7 +1,4 @@
-"""The scripts in examples/, as a user starts them. `.ci/run` runs this file too.
-
-Covers: examples/
-"""
+"""The scripts in examples/, as a user starts them. `.ci/run` runs this file too."""
 
 import os
 import re

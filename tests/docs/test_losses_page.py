@@ -1,8 +1,6 @@
 """docs/losses.md lists every loss and advantage as its docstring says.
 
 `.venv/bin/python -m tests.docs.test_losses_page` writes the lists.
-
-Covers: docs/losses.md, controller/commands/recipes.py
 """
 
 import textwrap

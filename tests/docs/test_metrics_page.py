@@ -1,7 +1,4 @@
-"""docs/metrics.md names every metric that a run of any loop writes, and no other.
-
-Covers: docs/metrics.md
-"""
+"""docs/metrics.md names every metric that a run of any loop writes, and no other."""
 
 import ast
 import json

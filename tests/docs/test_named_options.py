@@ -1,7 +1,4 @@
-"""Options that a page names between its code blocks are options of a command, or of a recipe.
-
-Covers: docs/, README.md, controller/commands/recipes.py
-"""
+"""Options that a page names between its code blocks are options of a command, or of a recipe."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +11,7 @@ import pytest
 
 from controller.commands.command_line import COMMANDS, CommandEndedError, parse_command
 from controller.commands.recipes import configuration, recipe_files
-from controller.server.commands import configuration as served
+from ownloop_server.commands import configuration as served
 from tests.docs.pages import PAGES, ROOT
 
 _OTHERS = {"--no-deps", "--network"}

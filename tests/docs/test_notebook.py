@@ -1,7 +1,4 @@
-"""The notebook of docs/, and what becomes of processes when its kernel is interrupted, restarted or killed.
-
-Covers: docs/notebook.ipynb
-"""
+"""The notebook of docs/, and what becomes of processes when its kernel is interrupted, restarted or killed."""
 
 import ast
 import asyncio

@@ -1,7 +1,4 @@
-"""docs/script_api.md has a line for every public name of the modules that scripts import from.
-
-Covers: controller/__init__.py, rl/__init__.py
-"""
+"""docs/script_api.md has a line for every public name of the modules that scripts import from."""
 
 import importlib
 import inspect

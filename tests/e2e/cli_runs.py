@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from controller.runs.comparison import is_timing
 from controller.runs.folder import read_metrics
+from ownloop_report.comparison import is_timing
 from tests.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parent.parent.parent

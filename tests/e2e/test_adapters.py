@@ -1,7 +1,4 @@
-"""Adapters in a tensor-parallel generator behind its handle: pulled, replaced, frozen and dropped.
-
-Covers: controller/handles/generator_handle.py
-"""
+"""Adapters in a tensor-parallel generator behind its handle: pulled, replaced, frozen and dropped."""
 
 import asyncio
 import random

@@ -1,7 +1,4 @@
-"""A run is the same run whichever engine trains: a real generator samples from what it trained.
-
-Covers: controller/commands/cli.py
-"""
+"""A run is the same run whichever engine trains: a real generator samples from what it trained."""
 
 from pathlib import Path
 

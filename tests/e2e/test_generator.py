@@ -1,7 +1,4 @@
-"""A generator behind its handle: many calls at once, mistakes, cancelled calls, and a process that hangs.
-
-Covers: controller/handles/generator_handle.py, rl/system/deadlines.py
-"""
+"""A generator behind its handle: many calls at once, mistakes, cancelled calls, and a process that hangs."""
 
 import asyncio
 import os

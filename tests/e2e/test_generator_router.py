@@ -1,7 +1,4 @@
-"""Two real replicas as a recipe starts them, one of them killed and one stopped while both sample.
-
-Covers: controller/handles/generator_router.py, controller/handles/generator_handle.py
-"""
+"""Two real replicas as a recipe starts them, one of them killed and one stopped while both sample."""
 
 import asyncio
 import os

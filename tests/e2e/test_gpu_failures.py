@@ -1,7 +1,4 @@
-"""Trainer ranks on GPUs, of which one runs out of memory or dies: what is said, what is left, and what starts next.
-
-Covers: controller/processes/calls.py, trainer/engines/pytorch/engine.py, rl/weights/gpu_memory.py
-"""
+"""Trainer ranks on GPUs, of which one runs out of memory or dies: what is said, what is left, and what starts next."""
 
 import asyncio
 import os

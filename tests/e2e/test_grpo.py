@@ -1,7 +1,4 @@
-"""The whole thing, as a user starts it: real processes, the real model, a few small steps.
-
-Covers: controller/commands/cli.py
-"""
+"""The whole thing, as a user starts it: real processes, the real model, a few small steps."""
 
 import json
 import os
@@ -15,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from controller.runs.comparison import is_timing
+from ownloop_report.comparison import is_timing
 from tests.e2e.cli_runs import wait_for_step
 from tests.rl.recordings import recorded_rows
 from tests.waiting import LIMIT_S, wait_until

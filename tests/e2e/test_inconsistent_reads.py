@@ -1,7 +1,4 @@
-"""Whoever is killed, whenever: nobody reads a mixture of two versions, hangs, or leaves memory behind.
-
-Covers: trainer/engines/contract/plain_ranks.py
-"""
+"""Whoever is killed, whenever: nobody reads a mixture of two versions, hangs, or leaves memory behind."""
 
 import contextlib
 import json

@@ -1,7 +1,4 @@
-"""Casts other than one trainer and one generator, started together and ended together.
-
-Covers: controller/launching/launcher.py
-"""
+"""Casts other than one trainer and one generator, started together and ended together."""
 
 import asyncio
 import time

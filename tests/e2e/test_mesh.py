@@ -1,7 +1,4 @@
-"""Real processes: what they are given, how their errors arrive, and that none of them stays.
-
-Covers: controller/processes/mesh.py, controller/processes/rank_start.py
-"""
+"""Real processes: what they are given, how their errors arrive, and that none of them stays."""
 
 import asyncio
 import os

@@ -1,7 +1,4 @@
-"""Runs that are killed and go on: the same metrics and the same model, step for step, as one that was left alone.
-
-Covers: controller/commands/cli.py
-"""
+"""Runs that are killed and go on: the same metrics and the same model, step for step, as one that was left alone."""
 
 import os
 import random

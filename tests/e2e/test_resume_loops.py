@@ -1,8 +1,6 @@
 """Runs of the other loops whose controller is killed: resumed, they do what they would have done.
 
 `tests/controller/runs/test_resumed_runs.py` has the same in one process, for every loop and at given moments.
-
-Covers: controller/commands/cli.py
 """
 
 from collections import Counter

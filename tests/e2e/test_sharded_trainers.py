@@ -1,7 +1,4 @@
-"""A trainer whose experts or layers lie on several ranks, and a generator that takes its weights, in one run.
-
-Covers: controller/launching/launcher.py
-"""
+"""A trainer whose experts or layers lie on several ranks, and a generator that takes its weights, in one run."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""The trainer as a controller sees it: real processes, torchtitan, gloo, a tiny model.
-
-Covers: controller/handles/trainer_handle.py, controller/handles/trainer_mesh.py
-"""
+"""The trainer as a controller sees it: real processes, torchtitan, gloo, a tiny model."""
 
 import asyncio
 import subprocess

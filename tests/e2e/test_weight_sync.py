@@ -1,7 +1,4 @@
-"""Weights from sharded ranks through TorchStore into vLLM, all in real processes.
-
-Covers: controller/handles/generator_handle.py
-"""
+"""Weights from sharded ranks through TorchStore into vLLM, all in real processes."""
 
 import asyncio
 import os

@@ -7,10 +7,10 @@ from typing import Any
 
 from controller.loops.accumulate import AccumulateConfig
 from controller.loops.dapo import DAPOConfig
-from controller.loops.distill import DistillConfig
 from controller.loops.grpo_async import GRPOAsyncConfig
 from controller.loops.ppo import PPOConfig
 from controller.runs.loop_config import RolloutLoopConfig
+from ownloop_shelf.distill import DistillConfig
 from rl.algorithms.actor_critic import PPOParams
 from tests.e2e import tiny_recipe
 from tests.generator.served_models import served_llama

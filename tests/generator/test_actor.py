@@ -1,7 +1,4 @@
-"""What one rank's actor adds to its engine, which is a fake.
-
-Covers: generator/actor.py
-"""
+"""What one rank's actor adds to its engine, which is a fake."""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,7 +1,4 @@
-"""Versions of adapters come, stay and go while requests run, and touch nobody else's.
-
-Covers: generator/engine.py, generator/updates.py
-"""
+"""Versions of adapters come, stay and go while requests run, and touch nobody else's."""
 
 import asyncio
 from collections.abc import Sequence

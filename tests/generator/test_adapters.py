@@ -1,7 +1,4 @@
-"""Requests of several adapters and of the model itself in the same batches, each compared with merged weights.
-
-Covers: generator/engine.py
-"""
+"""Requests of several adapters and of the model itself in the same batches, each compared with merged weights."""
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence

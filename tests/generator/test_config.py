@@ -1,7 +1,4 @@
-"""A generator's configuration refuses what cannot be served, before anything starts.
-
-Covers: generator/config.py, generator/options.py
-"""
+"""A generator's configuration refuses what cannot be served, before anything starts."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""What is sampled, with which log-probs, against transformers and plain softmax.
-
-Covers: generator/engine.py, generator/engine_calls.py
-"""
+"""What is sampled, with which log-probs, against transformers and plain softmax."""
 
 import asyncio
 import inspect

@@ -1,7 +1,4 @@
-"""How an engine's thread receives the commands of its callers.
-
-Covers: generator/engine_calls.py
-"""
+"""How an engine's thread receives the commands of its callers."""
 
 import threading
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Pulls of mixtures of experts, which vLLM packs in place on the CPU, and adapters beside experts.
 
 In a module of its own: the first engine of a process decides whether vLLM has a group for experts.
-
-Covers: generator/actor.py
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""Pulls into a model on a GPU: recorded once, then one call. The CPU stands for the GPU.
-
-Covers: generator/pull.py
-"""
+"""Pulls into a model on a GPU: recorded once, then one call. The CPU stands for the GPU."""
 
 from collections.abc import Iterable
 from dataclasses import replace

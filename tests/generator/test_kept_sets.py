@@ -1,7 +1,4 @@
-"""A cut distribution from end to end, in float32: sampled by vLLM, scored by the trainer, against transformers.
-
-Covers: generator/cpu/sampler.py, generator/conversion.py, trainer/engines/pytorch/distribution.py
-"""
+"""A cut distribution from end to end, in float32: sampled by vLLM, scored by the trainer, against transformers."""
 
 import asyncio
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""New weights while requests run: what was sampled before stays, what follows is the new weights' own.
-
-Covers: generator/engine.py, generator/pull.py
-"""
+"""New weights while requests run: what was sampled before stays, what follows is the new weights' own."""
 
 import asyncio
 from collections.abc import Sequence

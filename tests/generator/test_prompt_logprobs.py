@@ -1,7 +1,4 @@
-"""Prompts of several adapters that are scored in one step, each compared with merged weights.
-
-Covers: generator/_compat.py
-"""
+"""Prompts of several adapters that are scored in one step, each compared with merged weights."""
 
 import asyncio
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""A pull leaves exactly the weights that a fresh engine would have, or the old ones.
-
-Covers: generator/pull.py
-"""
+"""A pull leaves exactly the weights that a fresh engine would have, or the old ones."""
 
 import asyncio
 import json

@@ -1,7 +1,4 @@
-"""Stop strings that vLLM cannot find, because it looks for them in text without special tokens.
-
-Covers: generator/conversion.py
-"""
+"""Stop strings that vLLM cannot find, because it looks for them in text without special tokens."""
 
 from dataclasses import replace
 from pathlib import Path

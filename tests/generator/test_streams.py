@@ -1,7 +1,4 @@
-"""Requests whose outputs come one by one, against the same requests as a whole.
-
-Covers: generator/engine.py, generator/openai_calls.py, generator/openai_serving.py
-"""
+"""Requests whose outputs come one by one, against the same requests as a whole."""
 
 import asyncio
 import json

@@ -1,7 +1,4 @@
-"""What users write for hosts, and what they get for mistakes.
-
-Covers: controller/hosts/connections.py
-"""
+"""What users write for hosts, and what they get for mistakes."""
 
 import socket
 

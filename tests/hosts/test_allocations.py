@@ -1,7 +1,4 @@
-"""A run keeps its hosts over restarts, and gives them back when it ends; without a run they end with their lease.
-
-Covers: controller/hosts/cluster.py
-"""
+"""A run keeps its hosts over restarts, and gives them back when it ends; without a run they end with their lease."""
 
 import asyncio
 from dataclasses import dataclass, field

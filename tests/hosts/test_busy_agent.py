@@ -1,7 +1,4 @@
-"""An agent in a process of its own that works for long: it answers meanwhile, and leaves nothing behind.
-
-Covers: controller/hosts/host_agent.py
-"""
+"""An agent in a process of its own that works for long: it answers meanwhile, and leaves nothing behind."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,4 @@
-"""Certificates: what `ownloop certs` makes is what TLS accepts, and mistakes with them are named before a start.
-
-Covers: controller/hosts/certificates.py
-"""
+"""Certificates: what `ownloop certs` makes is what TLS accepts, and mistakes with them are named before a start."""
 
 import datetime
 import socket

@@ -1,7 +1,4 @@
-"""The agent's endpoints, called in the test's own process. Its processes are children of the test.
-
-Covers: controller/hosts/host_agent.py
-"""
+"""The agent's endpoints, called in the test's own process. Its processes are children of the test."""
 
 import asyncio
 import os

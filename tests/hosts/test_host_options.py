@@ -1,7 +1,4 @@
-"""What `--hosts` says.
-
-Covers: controller/hosts/host_groups.py, controller/hosts/starting/ssh_hosts.py
-"""
+"""What `--hosts` says."""
 
 import pytest
 

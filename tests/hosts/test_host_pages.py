@@ -1,7 +1,4 @@
-"""The commands of `docs/ssh.md` and `docs/slurm.md` do what the pages say, on simulated hosts.
-
-Covers: controller/commands/cli.py
-"""
+"""The commands of `docs/ssh.md` and `docs/slurm.md` do what the pages say, on simulated hosts."""
 
 import re
 from collections.abc import Generator

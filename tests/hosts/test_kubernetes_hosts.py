@@ -1,7 +1,4 @@
-"""Pods that a run makes with kubectl: their manifests, what is said while they start, and how they end.
-
-Covers: controller/hosts/starting/kubernetes_hosts.py, controller/hosts/starting/worker_starts.py
-"""
+"""Pods that a run makes with kubectl: their manifests, what is said while they start, and how they end."""
 
 import asyncio
 import json

@@ -1,7 +1,4 @@
-"""The connection by which an agent knows that its controller runs.
-
-Covers: controller/hosts/connections.py
-"""
+"""The connection by which an agent knows that its controller runs."""
 
 import signal
 import sys

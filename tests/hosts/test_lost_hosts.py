@@ -1,7 +1,4 @@
-"""Hosts that go away while calls to them are in flight, and controllers that do. Three hosts on this machine.
-
-Covers: controller/hosts/host_groups.py, controller/hosts/worker_process.py
-"""
+"""Hosts that go away while calls to them are in flight, and controllers that do. Three hosts on this machine."""
 
 import re
 import signal

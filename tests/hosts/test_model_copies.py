@@ -1,7 +1,4 @@
-"""Models on hosts: another one in the same place is refused, and a host without one gets a copy that is whole.
-
-Covers: controller/hosts/model_copies.py
-"""
+"""Models on hosts: another one in the same place is refused, and a host without one gets a copy that is whole."""
 
 import asyncio
 import socket

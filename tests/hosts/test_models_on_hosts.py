@@ -1,7 +1,4 @@
-"""A model that only the host of the controller has reaches the hosts that need it.
-
-Covers: controller/hosts/model_copies.py, controller/hosts/other_hosts.py
-"""
+"""A model that only the host of the controller has reaches the hosts that need it."""
 
 import sys
 from pathlib import Path

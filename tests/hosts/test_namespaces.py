@@ -1,7 +1,4 @@
-"""The stand-in for several machines: what the other tests of this folder rely on.
-
-Covers: rl/system/hardware.py
-"""
+"""The stand-in for several machines: what the other tests of this folder rely on."""
 
 import sys
 from pathlib import Path

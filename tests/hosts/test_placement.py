@@ -1,7 +1,4 @@
-"""Who runs on which hosts and GPUs, and what is refused. No host is real.
-
-Covers: controller/hosts/cluster.py
-"""
+"""Who runs on which hosts and GPUs, and what is refused. No host is real."""
 
 import asyncio
 from pathlib import Path

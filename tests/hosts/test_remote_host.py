@@ -1,7 +1,4 @@
-"""When a host counts as lost, and what is known of the processes on it. Agents, ports and clock are the test's.
-
-Covers: controller/hosts/remote_host.py, controller/hosts/host_agent.py, controller/hosts/other_hosts.py
-"""
+"""When a host counts as lost, and what is known of the processes on it. Agents, ports and clock are the test's."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,4 @@
-"""Whole runs over three hosts: they train what a run on one host trains, and outlive the loss of a host.
-
-Covers: controller/commands/cli.py
-"""
+"""Whole runs over three hosts: they train what a run on one host trains, and outlive the loss of a host."""
 
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 """Whole runs on hosts whose workers the run starts itself: they train what a run on one host trains, and leave nothing.
 
 Their options are those of `docs/ssh.md` and `docs/slurm.md`: two trainer ranks on two hosts, a generator on a third.
-
-Covers: controller/commands/run.py
 """
 
 import os

@@ -1,8 +1,4 @@
-"""Workers that a run starts through Slurm: in a job that it waits for and cancels, and in the allocation it is in.
-
-Covers: controller/hosts/starting/slurm_hosts.py, controller/hosts/host_groups.py,
-    controller/hosts/starting/slurm_workers.py
-"""
+"""Workers that a run starts through Slurm: in a job that it waits for and cancels, and in the allocation it is in."""
 
 import asyncio
 import socket

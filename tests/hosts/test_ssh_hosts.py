@@ -1,7 +1,4 @@
-"""Workers that a run starts over ssh: where they listen, how they end, and what is said of hosts that fail.
-
-Covers: controller/hosts/starting/ssh_hosts.py
-"""
+"""Workers that a run starts over ssh: where they listen, how they end, and what is said of hosts that fail."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,4 @@
-"""Weights on their way between hosts of their own network: what is sent, and what an interruption does.
-
-Covers: rl/weights/buffer.py
-"""
+"""Weights on their way between hosts of their own network: what is sent, and what an interruption does."""
 
 import sys
 from collections.abc import Generator

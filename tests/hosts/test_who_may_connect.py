@@ -1,7 +1,4 @@
-"""A worker with TLS: `ownloop doctor` of its authority may do everything, a stranger nothing. And one without TLS.
-
-Covers: controller/hosts/certificates.py
-"""
+"""A worker with TLS: `ownloop doctor` of its authority may do everything, a stranger nothing. And one without TLS."""
 
 import re
 import subprocess

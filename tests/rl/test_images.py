@@ -1,7 +1,4 @@
-"""Images among tokens: they keep their places when tokens are joined, pickled, packed and made into datums.
-
-Covers: rl/images.py
-"""
+"""Images among tokens: they keep their places when tokens are joined, pickled, packed and made into datums."""
 
 import pickle
 

@@ -1,7 +1,4 @@
-"""What an adapter adapts, what its tensors are called, and which mistakes are refused.
-
-Covers: rl/lora.py
-"""
+"""What an adapter adapts, what its tensors are called, and which mistakes are refused."""
 
 from typing import Any
 

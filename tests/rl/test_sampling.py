@@ -1,7 +1,4 @@
-"""Kept sets, the words that a cut has left for each token, and routes, the experts that were chosen.
-
-Covers: rl/sampling.py
-"""
+"""Kept sets, the words that a cut has left for each token, and routes, the experts that were chosen."""
 
 from dataclasses import replace
 from typing import Any

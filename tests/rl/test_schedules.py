@@ -1,5 +1,3 @@
-"""Covers: rl/schedules.py"""
-
 from collections.abc import Callable
 from typing import Any
 

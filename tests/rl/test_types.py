@@ -1,5 +1,3 @@
-"""Covers: rl/types.py, rl/checks.py"""
-
 import copy
 import pickle
 from dataclasses import dataclass

@@ -59,6 +59,6 @@ def build_on_cpu(config: TrainerConfig) -> Engine:
     if stream is not _Nothing:
         install(setattr)
     # Imported here, because the package is optional.
-    from trainer.engines.mfsdp.engine import MegatronFsdpEngine
+    from ownloop_megatron.mfsdp.engine import MegatronFsdpEngine
 
     return MegatronFsdpEngine(config)

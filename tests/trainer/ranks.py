@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ownloop_doctors.several_ranks import PARAMS, Build, layout_script
 from rl.losses import get_loss
 from rl.tiny_models import random_batch
 from rl.weights.gpu_memory import unreachable_gpus
@@ -20,7 +21,6 @@ from trainer.config import TrainerConfig
 from trainer.engines.base import Engine
 from trainer.engines.contract.plain_ranks import LENGTHS, plan, whole
 from trainer.engines.contract.reference import require_close
-from trainer.engines.contract.several_ranks import PARAMS, Build, layout_script
 from trainer.push import WeightPublisher
 
 

@@ -1,7 +1,4 @@
-"""What one rank's actor adds to its engine.
-
-Covers: trainer/actor.py, trainer/push.py
-"""
+"""What one rank's actor adds to its engine."""
 
 import asyncio
 import inspect
@@ -15,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from ownloop_vision.tiny_vl import tiny_qwen3_vl
+from plugins.vision.tests.vision import WORDS, image_batch
 from rl.losses import get_loss
 from rl.system.hardware import cpu_thread_env
 from rl.types import AdamParams
-from rl.vision.tiny_vl import tiny_qwen3_vl
 from tests.stores import FakeStore, living, read_buffer
-from tests.vision import WORDS, image_batch
 from trainer.actor import PolicyTrainer, PublishedEngine
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine

@@ -1,7 +1,4 @@
-"""The measured rate of matrix products, and the file that keeps it.
-
-Covers: trainer/matrix_rate.py, trainer/engines/pytorch/ranks.py
-"""
+"""The measured rate of matrix products, and the file that keeps it."""
 
 import itertools
 import json

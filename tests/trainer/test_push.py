@@ -1,7 +1,4 @@
-"""What is published, from any sharding, is the full tensors cast to the generator's dtype.
-
-Covers: trainer/push.py
-"""
+"""What is published, from any sharding, is the full tensors cast to the generator's dtype."""
 
 import asyncio
 import warnings

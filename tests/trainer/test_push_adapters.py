@@ -1,7 +1,4 @@
-"""Adapters are published beside the model and beside each other, and what they took is freed when they are dropped.
-
-Covers: trainer/push.py, rl/weights/shared_memory.py
-"""
+"""Adapters are published beside the model and beside each other, and what they took is freed when they are dropped."""
 
 import asyncio
 import gc

@@ -1,7 +1,4 @@
-"""Chosen steps of an engine are recorded, each in a file of its own, and computed as without.
-
-Covers: trainer/step_profile.py
-"""
+"""Chosen steps of an engine are recorded, each in a file of its own, and computed as without."""
 
 import asyncio
 import gzip

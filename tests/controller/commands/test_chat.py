@@ -1,7 +1,4 @@
-"""`ownloop chat`, with a generator that repeats what it read.
-
-Covers: controller/commands/chat_and_eval.py
-"""
+"""`ownloop chat`, with a generator that repeats what it read."""
 
 import asyncio
 import io

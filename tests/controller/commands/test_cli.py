@@ -1,5 +1,3 @@
-"""Covers: controller/commands/cli.py, controller/commands/command_line.py, controller/commands/processes.py"""
-
 import json
 import os
 import pty

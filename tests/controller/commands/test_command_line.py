@@ -1,8 +1,4 @@
-"""How words become a command: its own arguments, a recipe's fields, mistakes, and commands of installed parts.
-
-Covers: controller/commands/command_line.py, controller/commands/host_commands.py, controller/server/commands.py,
-    configs/, controller/hosts/examination.py
-"""
+"""How words become a command: its own arguments, a recipe's fields, mistakes, and commands of installed parts."""
 
 import importlib.util
 import platform
@@ -16,14 +12,14 @@ from typing import Any
 import pytest
 
 from controller.commands.chat_and_eval import Chat, Eval
-from controller.commands.check_parts import CheckEngine
 from controller.commands.cli import main
 from controller.commands.command_line import parse_command
 from controller.commands.export_run import Export
 from controller.commands.host_commands import Doctor, Worker
 from controller.commands.run import Run
 from controller.commands.show import Show
-from controller.server.commands import ExportTinker, Key, Serve
+from ownloop_doctors.check_parts import CheckEngine
+from ownloop_server.commands import ExportTinker, Key, Serve
 from tests.controller.commands.test_cli import ownloop
 from tests.controller.commands.test_run import refused
 from tests.waiting import LIMIT_S

@@ -1,7 +1,4 @@
-"""`ownloop export`, `ownloop eval` and `ownloop runs`, on runs that took place.
-
-Covers: controller/commands/export_run.py, controller/commands/cli.py
-"""
+"""`ownloop export`, `ownloop eval` and `ownloop runs`, on runs that took place."""
 
 import io
 import json

@@ -1,7 +1,4 @@
-"""`ownloop run --fork`: a new run from a checkpoint of another.
-
-Covers: controller/commands/resume.py
-"""
+"""`ownloop run --fork`: a new run from a checkpoint of another."""
 
 import json
 from collections.abc import Generator

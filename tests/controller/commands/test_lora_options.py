@@ -1,7 +1,4 @@
-"""`--lora.rank 32` alone makes a recipe train an adapter, on both of its sides.
-
-Covers: controller/commands/command_line.py, controller/commands/recipes.py, rl/lora.py
-"""
+"""`--lora.rank 32` alone makes a recipe train an adapter, on both of its sides."""
 
 import pytest
 

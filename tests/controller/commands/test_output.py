@@ -1,5 +1,3 @@
-"""Covers: controller/commands/output.py, controller/commands/cli.py"""
-
 import os
 import subprocess
 import sys

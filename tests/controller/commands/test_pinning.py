@@ -1,7 +1,4 @@
-"""A run of a model of the hub records its commit, and has the same files when it is resumed.
-
-Covers: controller/commands/resume.py
-"""
+"""A run of a model of the hub records its commit, and has the same files when it is resumed."""
 
 import json
 import os

@@ -1,5 +1,3 @@
-"""Covers: controller/commands/processes.py"""
-
 import subprocess
 import sys
 

@@ -1,5 +1,3 @@
-"""Covers: controller/commands/resume.py"""
-
 from pathlib import Path
 
 import numpy as np

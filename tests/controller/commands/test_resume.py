@@ -1,5 +1,3 @@
-"""Covers: controller/commands/resume.py, controller/commands/command_line.py, controller/commands/export_run.py"""
-
 import dataclasses
 import json
 import re
@@ -14,7 +12,7 @@ from controller.commands.recipes import find_recipe, load_recipe, override
 from controller.commands.resume import check_inputs, inputs_of, resumed_configuration
 from controller.commands.saved_recipe import add_options, command_of, find_run, how_to_go_on, save_recipe
 from controller.runs.folder import RunFolder, write_json
-from controller.runs.report.page import write_report
+from ownloop_report.page import write_report
 from tests.controller.commands.test_cli import ownloop
 
 RECIPE = Path(__file__).with_name("toy_recipe.py")

@@ -1,8 +1,4 @@
-"""What `ownloop run` refuses, and that it then changes nothing.
-
-Covers: controller/commands/run.py, controller/commands/cli.py, controller/commands/recipes.py,
-    controller/commands/saved_recipe.py
-"""
+"""What `ownloop run` refuses, and that it then changes nothing."""
 
 import re
 from pathlib import Path

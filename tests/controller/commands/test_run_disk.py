@@ -1,7 +1,4 @@
-"""A disk that is full or slow, as a user sees it.
-
-Covers: controller/commands/cli.py, controller/commands/output.py
-"""
+"""A disk that is full or slow, as a user sees it."""
 
 import os
 import signal

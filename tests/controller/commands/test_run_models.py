@@ -1,7 +1,4 @@
-"""Which model of a run `ownloop chat`, `eval` and the others take.
-
-Covers: controller/commands/chat_and_eval.py, controller/commands/command.py
-"""
+"""Which model of a run `ownloop chat`, `eval` and the others take."""
 
 import asyncio
 from pathlib import Path

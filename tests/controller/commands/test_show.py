@@ -1,7 +1,4 @@
-"""`ownloop show RUN`: rollouts as text.
-
-Covers: controller/commands/show.py
-"""
+"""`ownloop show RUN`: rollouts as text."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""Signals to the process that runs a loop.
-
-Covers: controller/commands/processes.py, controller/commands/cli.py
-"""
+"""Signals to the process that runs a loop."""
 
 import json
 import os

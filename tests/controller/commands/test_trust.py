@@ -1,7 +1,4 @@
-"""A run is resumed with its saved recipe only if a run of this user wrote that recipe.
-
-Covers: controller/commands/recipes.py, controller/commands/resume.py, controller/commands/saved_recipe.py
-"""
+"""A run is resumed with its saved recipe only if a run of this user wrote that recipe."""
 
 import json
 import pwd

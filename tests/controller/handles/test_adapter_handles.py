@@ -1,7 +1,4 @@
-"""Handles of several adapters on one mesh: whom a call is about, in which order calls arrive, and what is refused.
-
-Covers: controller/handles/trainer_handle.py
-"""
+"""Handles of several adapters on one mesh: whom a call is about, in which order calls arrive, and what is refused."""
 
 import asyncio
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Trainers and generators that do not fit are refused, and a bound generator names its adapter in every call.
-
-Covers: controller/handles/adapters.py
-"""
+"""Trainers and generators that do not fit are refused, and a bound generator names its adapter in every call."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -1,7 +1,4 @@
-"""Trainers and a generator on the same GPUs: who holds memory when.
-
-Covers: controller/handles/colocated.py, controller/processes/errors.py
-"""
+"""Trainers and a generator on the same GPUs: who holds memory when."""
 
 import asyncio
 from types import SimpleNamespace

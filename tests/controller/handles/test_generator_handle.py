@@ -1,7 +1,4 @@
-"""A generator's handle finds an engine that died or hangs, though its actor answers. The ranks answer from a table.
-
-Covers: controller/handles/generator_handle.py, controller/handles/version_records.py
-"""
+"""A generator's handle finds an engine that died or hangs, though its actor answers. The ranks answer from a table."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -1,7 +1,4 @@
-"""The router, on fake replicas that answer when the test tells them to.
-
-Covers: controller/handles/generator_router.py, controller/handles/replicas.py
-"""
+"""The router, on fake replicas that answer when the test tells them to."""
 
 import asyncio
 

@@ -1,7 +1,4 @@
-"""How long a replica is tried again whose host is lost.
-
-Covers: controller/handles/generator_router.py
-"""
+"""How long a replica is tried again whose host is lost."""
 
 import pytest
 

@@ -1,8 +1,4 @@
-"""Every class that stands for a protocol has its methods with exactly the same signatures.
-
-Covers: rl/protocols.py, controller/handles/generator_handle.py, controller/handles/generator_router.py,
-    controller/handles/offline.py
-"""
+"""Every class that stands for a protocol has its methods with exactly the same signatures."""
 
 import inspect
 

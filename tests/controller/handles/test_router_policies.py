@@ -1,7 +1,4 @@
-"""The router's adapters: who serves them, who waits for them, and what a restarted replica has of them.
-
-Covers: controller/handles/generator_router.py
-"""
+"""The router's adapters: who serves them, who waits for them, and what a restarted replica has of them."""
 
 import asyncio
 

@@ -1,7 +1,4 @@
-"""Checkpoints of hosts that do not share a folder become whole on the controller's, or stay invisible.
-
-Covers: controller/handles/run_files.py, controller/hosts/files.py
-"""
+"""Checkpoints of hosts that do not share a folder become whole on the controller's, or stay invisible."""
 
 import asyncio
 from pathlib import Path

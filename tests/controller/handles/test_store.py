@@ -1,7 +1,4 @@
-"""A process may have store after store; and the shim that makes TorchStore run on today's Monarch is still needed.
-
-Covers: controller/handles/store.py
-"""
+"""A process may have store after store; and the shim that makes TorchStore run on today's Monarch is still needed."""
 
 import asyncio
 import os

@@ -1,7 +1,4 @@
-"""The handle's work around its ranks, with ranks that answer from a table: no processes, no model.
-
-Covers: controller/handles/trainer_handle.py, controller/handles/trainer_mesh.py
-"""
+"""The handle's work around its ranks, with ranks that answer from a table: no processes, no model."""
 
 import asyncio
 import pickle

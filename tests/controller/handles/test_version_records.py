@@ -1,8 +1,4 @@
-"""The controller's copy of version records.
-
-Covers: controller/handles/version_records.py, controller/handles/generator_handle.py,
-    controller/handles/trainer_handle.py
-"""
+"""The controller's copy of version records."""
 
 import asyncio
 import dataclasses

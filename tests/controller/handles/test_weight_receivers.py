@@ -1,7 +1,4 @@
-"""Receiving processes of generator hosts that are lost. Each runs in the test's own process.
-
-Covers: controller/handles/store.py
-"""
+"""Receiving processes of generator hosts that are lost. Each runs in the test's own process."""
 
 import asyncio
 from pathlib import Path

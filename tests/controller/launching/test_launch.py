@@ -1,7 +1,4 @@
-"""A launcher refuses mistakes before any process starts.
-
-Covers: controller/launching/launcher.py, controller/launching/assignments.py
-"""
+"""A launcher refuses mistakes before any process starts."""
 
 import asyncio
 import os

@@ -1,7 +1,4 @@
-"""The learning rate of `accumulate`, which follows the KL that a step brought about.
-
-Covers: trainer/engines/contract/one_rank.py
-"""
+"""The learning rate of `accumulate`, which follows the KL that a step brought about."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,7 @@ def _rates(run: Path) -> list[float]:
 def test_a_skipped_step_leaves_the_rate_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_in_process(monkeypatch, tmp_path / "cache")
     changes: dict[str, Any] = {**CHANGES, "num_steps": 2, "learning_rate": 4e-3, "loss_config": {}}
-    run_loop("accumulate", tmp_path / "skipped", loss="trainer.engines.contract.one_rank:explode", **changes)
+    run_loop("accumulate", tmp_path / "skipped", loss="ownloop_doctors.one_rank:explode", **changes)
     assert _rates(tmp_path / "skipped") == pytest.approx([1e-3, 1e-3])
     run_loop("accumulate", tmp_path / "whole", **changes)
     assert _rates(tmp_path / "whole") == pytest.approx([1e-3, 1.5e-3])

@@ -1,7 +1,4 @@
-"""DAPO with a tiny model, in one process: steps are filled up, and evaluation changes nothing of training.
-
-Covers: controller/loops/dapo.py
-"""
+"""DAPO with a tiny model, in one process: steps are filled up, and evaluation changes nothing of training."""
 
 import asyncio
 import dataclasses
@@ -14,9 +11,9 @@ import pytest
 
 from controller.loops import dapo
 from controller.loops.dapo import DAPOConfig
-from controller.runs.comparison import is_timing
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
+from ownloop_report.comparison import is_timing
 from rl.envs.even_words import EvenWords
 from rl.envs.procedural import TextProblem
 from tests.e2e import tiny_recipe

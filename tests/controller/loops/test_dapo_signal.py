@@ -1,7 +1,4 @@
-"""DAPO filters groups by the environment's rewards, and punishes long answers of those that it keeps.
-
-Covers: controller/runs/recording.py
-"""
+"""DAPO filters groups by the environment's rewards, and punishes long answers of those that it keeps."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Covers controller/loops/grpo.py: trainer and generator, in one process, agree about a model.
-
-Covers: controller/loops/grpo.py, configs/grpo_smollm2_cpu.py
-"""
+"""Covers controller/loops/grpo.py: trainer and generator, in one process, agree about a model."""
 
 import asyncio
 import io
@@ -16,10 +13,10 @@ from transformers import Qwen2Tokenizer
 from configs import grpo_smollm2_cpu
 from controller.loops import grpo
 from controller.loops.grpo import GRPOConfig
-from controller.runs.comparison import is_timing
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from generator.config import GeneratorConfig
+from ownloop_report.comparison import is_timing
 from rl.envs.even_words import EvenWords
 from rl.envs.procedural import TextProblem
 from rl.tiny_models import SERVABLE, tiny_qwen2
@@ -69,7 +66,7 @@ def test_in_bfloat16_they_agree_about_a_model_with_biases(tmp_path: Path, tied: 
     assert all(row["logprob_mismatch_mean"] < 0.05 and row["grad_norm"] > 0 for row in steps)
 
 
-# `tests/e2e/test_parity.py` shows it for a tiny model; `tests/e2e/test_grpo.py` runs this one in the recipe's dtype.
+# `tests/e2e/test_grpo.py` runs this one in the recipe's dtype.
 @pytest.mark.slow
 def test_in_float32_trainer_and_generator_compute_the_same(tmp_path: Path) -> None:
     recipe = grpo_smollm2_cpu.recipe()

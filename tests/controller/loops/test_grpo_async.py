@@ -1,7 +1,4 @@
-"""The asynchronous loop with a tiny model, in one process: on policy it is `grpo`, otherwise it keeps its bound.
-
-Covers: controller/loops/grpo_async.py, controller/loops/grpo.py
-"""
+"""The asynchronous loop with a tiny model, in one process: on policy it is `grpo`, otherwise it keeps its bound."""
 
 import asyncio
 import dataclasses
@@ -21,9 +18,9 @@ from controller.loops import grpo, grpo_async
 from controller.loops.grpo import GRPOConfig
 from controller.loops.grpo_async import GRPOAsyncConfig
 from controller.processes.errors import TrainingStoppedError
-from controller.runs.comparison import is_timing
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder, read_metrics
+from ownloop_report.comparison import is_timing
 from rl.envs.even_words import EvenWords, even
 from rl.protocols import Env
 from tests.e2e import tiny_recipe

@@ -1,7 +1,4 @@
-"""Every step of `sft` and `dpo` trains, the last one included.
-
-Covers: controller/commands/recipes.py
-"""
+"""Every step of `sft` and `dpo` trains, the last one included."""
 
 from pathlib import Path
 

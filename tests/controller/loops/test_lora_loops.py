@@ -1,8 +1,4 @@
-"""Every loop trains an adapter when its recipe says so: what is served is what is trained, and the base stays.
-
-Covers: controller/runs/loop_config.py, controller/loops/accumulate.py, controller/loops/dapo.py,
-    controller/loops/ppo.py
-"""
+"""Every loop trains an adapter when its recipe says so: what is served is what is trained, and the base stays."""
 
 import asyncio
 import io
@@ -20,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from controller.commands.resume import replayed
 from controller.loops.accumulate import AccumulateConfig
 from controller.loops.dapo import DAPOConfig
-from controller.loops.distill import DistillConfig
 from controller.loops.dpo import DPOConfig
 from controller.loops.grpo import GRPOConfig
 from controller.loops.grpo_async import GRPOAsyncConfig
@@ -31,6 +26,7 @@ from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.loop_config import LoopConfig
 from generator.config import GeneratorConfig
+from ownloop_shelf.distill import DistillConfig
 from rl.algorithms.actor_critic import PPOParams
 from rl.data.sources import JsonlExamples, JsonlPreferences
 from rl.envs.even_words import EvenWords

@@ -1,7 +1,4 @@
-"""Many adapters over one trainer and one generator: concurrent tasks do what each of them does alone.
-
-Covers: controller/handles/adapters.py
-"""
+"""Many adapters over one trainer and one generator: concurrent tasks do what each of them does alone."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -1,7 +1,4 @@
-"""A loop whose trainer and generator share their GPUs: the same page, the same numbers, memory for one at a time.
-
-Covers: controller/loops/accumulate.py, trainer/engines/pytorch/engine.py
-"""
+"""A loop whose trainer and generator share their GPUs: the same page, the same numbers, memory for one at a time."""
 
 import asyncio
 import io

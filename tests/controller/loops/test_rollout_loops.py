@@ -1,7 +1,4 @@
-"""accumulate, distill and ppo with a tiny model, their meshes in one process.
-
-Covers: controller/runs/loop_config.py, controller/loops/accumulate.py, controller/loops/distill.py
-"""
+"""accumulate, distill and ppo with a tiny model, their meshes in one process."""
 
 import asyncio
 import io
@@ -16,18 +13,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from controller.loops import accumulate, distill, ppo
+from controller.loops import accumulate, ppo
 from controller.loops.accumulate import AccumulateConfig
-from controller.loops.distill import DistillConfig
 from controller.loops.ppo import PPOConfig
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.loop_config import RolloutLoopConfig
 from controller.runs.recording import read_recording
 from generator.config import GeneratorConfig
+from ownloop_shelf import distill
+from ownloop_shelf.distill import DistillConfig
+from ownloop_shelf.distillation import Lesson
 from rl.advantages import ADVANTAGES
 from rl.algorithms.actor_critic import PPOParams
-from rl.algorithms.distillation import Lesson
 from rl.data.sources import text_to_datum
 from rl.envs.even_words import EvenWords
 from rl.losses import token_mean
@@ -76,7 +74,7 @@ def _parameters(trainer: EngineTrainer) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in trainer.engine.hf_parameters()}
 
 
-@pytest.mark.slow  # however a batch is cut: tests/trainer/engines/test_engine_contract.py
+@pytest.mark.slow  # however a batch is cut: plugins/doctors/tests/test_engine_contract.py
 def test_accumulated_batches_are_one_batch_of_their_union(tmp_path: Path) -> None:
     """Every step of a run, done again by an engine from the checkpoint before, with all its data in one call."""
     model, run = served_llama(tmp_path / "model", tied=True), tmp_path / "run"

@@ -1,7 +1,4 @@
-"""SFT and DPO with a tiny model, in one process: what they learn, and that they resume where they stopped.
-
-Covers: controller/loops/dpo.py, controller/loops/sft.py
-"""
+"""SFT and DPO with a tiny model, in one process: what they learn, and that they resume where they stopped."""
 
 import asyncio
 import io

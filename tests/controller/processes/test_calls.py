@@ -1,8 +1,6 @@
 """When the controller stops to wait for a call: deadlines, and one rank's failure. The ranks are coroutines.
 
 The seconds are those of a virtual clock.
-
-Covers: controller/processes/calls.py, controller/processes/rank_processes.py
 """
 
 import asyncio

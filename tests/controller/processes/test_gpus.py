@@ -1,7 +1,4 @@
-"""GPUs are given out by the names that CUDA_VISIBLE_DEVICES has for them.
-
-Covers: controller/processes/place.py
-"""
+"""GPUs are given out by the names that CUDA_VISIBLE_DEVICES has for them."""
 
 import subprocess
 import sys

@@ -1,7 +1,4 @@
-"""Calls whose answers come through one port. The actor runs in the test's own loop; the bytes between are real.
-
-Covers: controller/processes/rank.py, controller/processes/calls.py
-"""
+"""Calls whose answers come through one port. The actor runs in the test's own loop; the bytes between are real."""
 
 import asyncio
 import gc

@@ -1,7 +1,4 @@
-"""Groups that a loop still holds are in its checkpoint, as rollouts, whole or not at all.
-
-Covers: controller/runs/checkpoints.py, controller/runs/console.py, controller/runs/loop_config.py
-"""
+"""Groups that a loop still holds are in its checkpoint, as rollouts, whole or not at all."""
 
 import asyncio
 import io

@@ -1,5 +1,3 @@
-"""Covers: controller/runs/checkpoints.py, controller/runs/console.py, controller/runs/loop_config.py"""
-
 import asyncio
 import gc
 import io

@@ -1,5 +1,3 @@
-"""Covers: controller/runs/console.py"""
-
 import io
 import math
 import re

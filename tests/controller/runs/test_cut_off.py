@@ -1,7 +1,4 @@
-"""What comes after a checkpoint is moved aside, byte for byte.
-
-Covers: controller/runs/recording.py
-"""
+"""What comes after a checkpoint is moved aside, byte for byte."""
 
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Covers: controller/runs/folder.py"""
-
 import json
 import math
 from dataclasses import dataclass, field

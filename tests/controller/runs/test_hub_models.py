@@ -1,7 +1,4 @@
-"""Models of the hub, with the real client against a server on loopback.
-
-Covers: controller/runs/models.py, rl/system/model_files.py, rl/tiny_models.py
-"""
+"""Models of the hub, with the real client against a server on loopback."""
 
 import json
 import os

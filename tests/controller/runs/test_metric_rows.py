@@ -1,7 +1,4 @@
-"""Rows of a run's metrics: all of them, and as many as a report of a long run needs.
-
-Covers: controller/runs/metric_rows.py, controller/runs/report/plot.py
-"""
+"""Rows of a run's metrics: all of them, and as many as a report of a long run needs."""
 
 import itertools
 import json
@@ -10,7 +7,7 @@ from pathlib import Path
 
 from controller.runs.folder import read_metrics
 from controller.runs.metric_rows import SCHEMA_VERSION
-from controller.runs.report.plot import thinned_metrics
+from ownloop_report.plot import thinned_metrics
 
 
 def _write(file: Path, num_steps: int) -> None:

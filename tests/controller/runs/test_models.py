@@ -1,5 +1,3 @@
-"""Covers: controller/runs/models.py, rl/tiny_models.py"""
-
 import os
 import subprocess
 import sys

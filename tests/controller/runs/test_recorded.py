@@ -1,5 +1,3 @@
-"""Covers: controller/runs/recording.py"""
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,4 @@
-"""The thread that writes rollouts: order, bounds, and a disk that is full.
-
-Covers: controller/runs/recording.py
-"""
+"""The thread that writes rollouts: order, bounds, and a disk that is full."""
 
 import asyncio
 import re

@@ -1,7 +1,4 @@
-"""A loop that fails begins again after its checkpoint, as often as its configuration allows.
-
-Covers: controller/runs/restarts.py, controller/runs/__init__.py
-"""
+"""A loop that fails begins again after its checkpoint, as often as its configuration allows."""
 
 import asyncio
 import io

@@ -1,7 +1,4 @@
-"""A run of any loop that is killed and resumed does what it would have done: every step once, with the same numbers.
-
-Covers: controller/runs/comparison.py
-"""
+"""A run of any loop that is killed and resumed does what it would have done: every step once, with the same numbers."""
 
 import hashlib
 from collections import Counter
@@ -11,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from controller.runs.comparison import is_timing
 from controller.runs.folder import complete_checkpoints, read_metrics
+from ownloop_report.comparison import is_timing
 from rl.envs.even_words import EvenWords
 from rl.lora import LoRAConfig
 from rl.rollouts.columns import read_groups

@@ -1,7 +1,4 @@
-"""The rollouts of a run: the same problems and seeds however they are asked for, and a recording in their place.
-
-Covers: controller/runs/rollout_source.py, controller/runs/console.py, controller/runs/recording.py
-"""
+"""The rollouts of a run: the same problems and seeds however they are asked for, and a recording in their place."""
 
 import asyncio
 import io

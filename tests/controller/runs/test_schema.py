@@ -1,7 +1,4 @@
-"""A run's files name their schema, and every reader refuses another one in one sentence that names both.
-
-Covers: controller/runs/metric_rows.py, controller/runs/folder.py
-"""
+"""A run's files name their schema, and every reader refuses another one in one sentence that names both."""
 
 import json
 from collections.abc import Callable
@@ -9,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from controller.commands.compare import comparison
 from controller.commands.resume import recording_file, saved_recipe
 from controller.commands.show import Show
 from controller.runs.folder import RunFolder, read_metrics
-from controller.runs.report.page import write_report
+from ownloop_doctors.compare import comparison
+from ownloop_report.page import write_report
 
 
 def _run(path: Path, schema: int | None) -> Path:

@@ -1,7 +1,4 @@
-"""A run whose policy gets the best reward for every problem has nothing left to learn: it ends early, as a success.
-
-Covers: controller/runs/__init__.py
-"""
+"""A run whose policy gets the best reward for every problem has nothing left to learn: it ends early, as a success."""
 
 import asyncio
 import io

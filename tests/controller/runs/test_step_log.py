@@ -1,5 +1,3 @@
-"""Covers: controller/runs/step_log.py, controller/runs/console.py, controller/runs/rollout_source.py"""
-
 import io
 from dataclasses import replace
 from pathlib import Path

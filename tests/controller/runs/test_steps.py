@@ -1,7 +1,4 @@
-"""A run that ends in the middle of a step: stopped, as Ctrl-C does it, by cancelling its task, or by a failure.
-
-Covers: controller/runs/step_log.py, controller/runs/__init__.py
-"""
+"""A run that ends in the middle of a step: stopped, as Ctrl-C does it, by cancelling its task, or by a failure."""
 
 import asyncio
 import io

@@ -1,7 +1,4 @@
-"""`Run`, the one object that a loop's page talks to, with a trainer that only saves and loads.
-
-Covers: controller/runs/training_run.py, controller/runs/__init__.py
-"""
+"""`Run`, the one object that a loop's page talks to, with a trainer that only saves and loads."""
 
 import asyncio
 import io
@@ -13,7 +10,7 @@ import numpy as np
 import pytest
 
 from controller.runs import Console, LoopConfig, Run, RunFolder
-from controller.runs.comparison import is_timing
+from ownloop_report.comparison import is_timing
 from rl.protocols import Generator, Trainer
 from rl.rollouts.evaluation import Evaluation, Measurement
 from rl.types import Datum, ForwardBackwardOutput, OptimStepOutput

@@ -1,7 +1,4 @@
-"""Our CPU kernel for adapters, and whether vLLM's own has become right.
-
-Covers: generator/cpu/grouped_lora.py
-"""
+"""Our CPU kernel for adapters, and whether vLLM's own has become right."""
 
 from typing import Any
 

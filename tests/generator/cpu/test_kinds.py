@@ -2,8 +2,6 @@
 
 Kinds of CPU differ in the kernels and in the packed form of weights that vLLM chooses for a layer. Other tests of pulls
 see the machine's own kind only.
-
-Covers: generator/cpu/patches.py
 """
 
 import asyncio

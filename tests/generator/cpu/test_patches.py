@@ -1,7 +1,4 @@
-"""Patches of vLLM on the CPU: a KV cache that takes memory as it fills.
-
-Covers: generator/cpu/patches.py
-"""
+"""Patches of vLLM on the CPU: a KV cache that takes memory as it fills."""
 
 import resource
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Sampling on the CPU against NumPy in float64, and cuts and kept sets against vLLM's own.
-
-Covers: generator/cpu/sampler.py, rl/sampling.py
-"""
+"""Sampling on the CPU against NumPy in float64, and cuts and kept sets against vLLM's own."""
 
 from typing import Any
 

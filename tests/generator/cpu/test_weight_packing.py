@@ -1,7 +1,4 @@
-"""Packed copies of matrices against PyTorch's product, whatever their rows' distance and whoever packed them.
-
-Covers: generator/cpu/weight_packing.py, controller/handles/store.py, generator/cpu/mesh_worker.py
-"""
+"""Packed copies of matrices against PyTorch's product, whatever their rows' distance and whoever packed them."""
 
 import asyncio
 import threading

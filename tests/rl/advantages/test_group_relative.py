@@ -1,5 +1,3 @@
-"""Covers: rl/advantages/__init__.py"""
-
 from random import Random
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Covers: rl/advantages/__init__.py"""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""Covers: rl/algorithms/actor_critic.py"""
-
 import asyncio
 from collections import Counter
 from collections.abc import Sequence

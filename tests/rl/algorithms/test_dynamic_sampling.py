@@ -1,5 +1,3 @@
-"""Covers: rl/algorithms/shaping.py"""
-
 import asyncio
 
 import pytest

@@ -1,13 +1,11 @@
-"""Covers: rl/algorithms/metrics.py, rl/algorithms/actor_critic.py, rl/algorithms/distillation.py"""
-
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from ownloop_shelf.distillation import reverse_kl_advantages
 from rl.advantages import kl_estimates, kl_from_generator, token_rewards
 from rl.algorithms.actor_critic import PPOParams, ppo_advantages
-from rl.algorithms.distillation import reverse_kl_advantages
 from rl.algorithms.metrics import (
     PhaseClock,
     logprob_mismatch,

@@ -1,5 +1,3 @@
-"""Covers: rl/algorithms/preferences.py"""
-
 import asyncio
 from pathlib import Path
 

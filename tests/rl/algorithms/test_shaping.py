@@ -1,5 +1,3 @@
-"""Covers: rl/algorithms/shaping.py"""
-
 from dataclasses import replace
 from typing import Any
 

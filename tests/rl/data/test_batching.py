@@ -1,5 +1,3 @@
-"""Covers: rl/data/batching.py, rl/data/packing.py"""
-
 from dataclasses import replace
 from typing import Any, cast
 

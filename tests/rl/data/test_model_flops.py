@@ -1,7 +1,4 @@
-"""`rl.system.hf_config` against PyTorch's own counter, on transformers' models.
-
-Covers: rl/data/packing.py, rl/tiny_models.py
-"""
+"""`rl.system.hf_config` against PyTorch's own counter, on transformers' models."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,5 +1,3 @@
-"""Covers: rl/data/packing.py"""
-
 from dataclasses import replace
 
 import numpy as np

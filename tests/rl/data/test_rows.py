@@ -1,5 +1,3 @@
-"""Covers: rl/data/rows.py"""
-
 from pathlib import Path
 
 import pytest

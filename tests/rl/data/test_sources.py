@@ -1,16 +1,14 @@
-"""Covers: rl/data/sources.py, rl/data/rows.py"""
-
 import json
 from pathlib import Path
 
 import pytest
 
+from ownloop_tasks.tools import ToolEnv
 from rl.data.rows import is_eval
 from rl.data.sources import EnvExamples, EnvPreferences, JsonlExamples, JsonlPreferences
 from rl.envs.even_words import NumberWords
 from rl.envs.largest_number import LargestNumber
 from rl.envs.procedural import TextProblem
-from rl.envs.tools import ToolEnv
 from rl.protocols import Problem
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -173,7 +171,7 @@ class _Sums(Unanswered):
 
 
 def test_supervised_data_that_would_not_show_tools_are_refused() -> None:
-    tools = ("rl.envs.calculator:calculate",)
+    tools = ("ownloop_tasks.calculator:calculate",)
     with pytest.raises(
         ValueError, match=r"problem '0' of environment 'riddles with calculate' has tools, which superv"
     ):

@@ -1,5 +1,3 @@
-"""Covers: rl/data/rows.py"""
-
 from collections import Counter
 
 import pytest

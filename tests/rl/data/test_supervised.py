@@ -1,5 +1,3 @@
-"""Covers: rl/data/sources.py"""
-
 import asyncio
 from pathlib import Path
 

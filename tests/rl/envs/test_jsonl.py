@@ -1,5 +1,3 @@
-"""Covers: rl/envs/jsonl.py"""
-
 import asyncio
 import json
 from collections import Counter

@@ -1,5 +1,3 @@
-"""Covers: rl/envs/largest_number.py"""
-
 import re
 
 import pytest

@@ -1,5 +1,3 @@
-"""Covers: rl/envs/even_words.py"""
-
 import pytest
 
 from rl.envs.even_words import NumberWords, in_words

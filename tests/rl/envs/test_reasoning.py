@@ -1,5 +1,3 @@
-"""Covers: rl/envs/reasoning.py, rl/envs/procedural.py"""
-
 import os
 import resource
 import subprocess

@@ -1,7 +1,4 @@
-"""Fields of environments with values of other types, as a recipe's file may have them.
-
-Covers: rl/checks.py
-"""
+"""Fields of environments with values of other types, as a recipe's file may have them."""
 
 import json
 from dataclasses import fields
@@ -10,24 +7,24 @@ from typing import Any
 
 import pytest
 
+from ownloop_tasks.code_problems import CodeProblems
+from ownloop_tasks.guess_number import GuessNumber
+from ownloop_tasks.judged import Judge, JudgedEnv
+from ownloop_tasks.math_problems import MathProblems
+from ownloop_tasks.mcp_server import MCPServer
+from ownloop_tasks.mixture import Ramp
+from ownloop_tasks.python_arithmetic import PythonArithmetic
+from ownloop_tasks.reward_model import RewardModel
+from ownloop_tasks.tools import ToolEnv
+from ownloop_vision.colours import GuessColour
+from ownloop_vision.image_rows import ImageRows
 from rl.checks import check_types
 from rl.data.sources import EnvExamples, EnvPreferences, JsonlExamples, JsonlPreferences
-from rl.envs.code_problems import CodeProblems
 from rl.envs.even_words import NumberWords
-from rl.envs.guess_number import GuessNumber
 from rl.envs.jsonl import JsonlReward
-from rl.envs.judged import Judge, JudgedEnv
 from rl.envs.largest_number import LargestNumber
-from rl.envs.math_problems import MathProblems
-from rl.envs.mcp_server import MCPServer
-from rl.envs.mixture import Ramp
-from rl.envs.python_arithmetic import PythonArithmetic
 from rl.envs.reasoning import ReasoningGym
-from rl.envs.reward_model import RewardModel
-from rl.envs.tools import ToolEnv
 from rl.types import AdamParams, SamplingParams
-from rl.vision.colours import GuessColour
-from rl.vision.image_rows import ImageRows
 
 _REQUIRED: dict[type, dict[str, Any]] = {
     CodeProblems: {"dataset": "x.jsonl"},
@@ -45,7 +42,7 @@ _REQUIRED: dict[type, dict[str, Any]] = {
     Ramp: {"points": ((0, 1.0),)},
     ReasoningGym: {"task": "chain_sum"},
     RewardModel: {"model": "m"},
-    ToolEnv: {"env": LargestNumber(), "tools": ("rl.envs.calculator:calculate",)},
+    ToolEnv: {"env": LargestNumber(), "tools": ("ownloop_tasks.calculator:calculate",)},
 }
 
 

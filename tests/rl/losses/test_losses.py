@@ -1,7 +1,4 @@
-"""Every loss against its formula in NumPy; gradients are checked by finite differences.
-
-Covers: rl/losses/__init__.py, rl/losses/functions.py
-"""
+"""Every loss against its formula in NumPy; gradients are checked by finite differences."""
 
 import itertools
 import math

@@ -1,7 +1,4 @@
-"""Losses of the user's own: where they are found, and the options that they declare.
-
-Covers: rl/losses/__init__.py
-"""
+"""Losses of the user's own: where they are found, and the options that they declare."""
 
 import sys
 from collections.abc import Mapping

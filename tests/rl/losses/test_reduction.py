@@ -1,5 +1,3 @@
-"""Covers: rl/losses/__init__.py"""
-
 import numpy as np
 import pytest
 

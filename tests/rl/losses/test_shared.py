@@ -1,7 +1,4 @@
-"""Options that all policy losses share, against formulas in NumPy; their gradients; values that are refused.
-
-Covers: rl/losses/shared.py
-"""
+"""Options that all policy losses share, against formulas in NumPy; their gradients; values that are refused."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,4 @@
-"""Turns begin and end as each family's chat template writes them, and with each start and end token once.
-
-Covers: rl/algorithms/preferences.py
-"""
+"""Turns begin and end as each family's chat template writes them, and with each start and end token once."""
 
 import re
 from collections.abc import Sequence

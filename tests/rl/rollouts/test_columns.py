@@ -1,5 +1,3 @@
-"""Covers: rl/rollouts/columns.py"""
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Covers: rl/rollouts/episodes.py"""
-
 import asyncio
 import re
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Covers: rl/rollouts/evaluation.py, rl/rollouts/episodes.py"""
-
 import asyncio
 import contextvars
 import itertools
@@ -13,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.envs.math_problems import MathProblem
+from ownloop_tasks.math_problems import MathProblem
 from rl.envs.procedural import TextProblem
 from rl.rollouts.episodes import step_seed
 from rl.rollouts.evaluation import Evaluation, Interval, bootstrap, eval_sampling, evaluate

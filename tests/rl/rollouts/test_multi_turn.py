@@ -1,7 +1,4 @@
-"""Episodes of several turns, and environments that fail.
-
-Covers: rl/rollouts/episodes.py, rl/rollouts/guard.py
-"""
+"""Episodes of several turns, and environments that fail."""
 
 import asyncio
 import contextlib

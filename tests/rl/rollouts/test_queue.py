@@ -1,5 +1,3 @@
-"""Covers: rl/rollouts/queue.py"""
-
 import asyncio
 import copy
 import random

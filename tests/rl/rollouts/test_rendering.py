@@ -1,5 +1,3 @@
-"""Covers: rl/rollouts/rendering.py, rl/rollouts/episodes.py"""
-
 import asyncio
 import json
 from collections.abc import Sequence

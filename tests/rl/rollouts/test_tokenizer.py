@@ -1,7 +1,4 @@
-"""The tokenizer is the one that `AutoTokenizer` loads, and most of transformers stays out of the process.
-
-Covers: rl/rollouts/tokenizer.py
-"""
+"""The tokenizer is the one that `AutoTokenizer` loads, and most of transformers stays out of the process."""
 
 import json
 import subprocess

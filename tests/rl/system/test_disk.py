@@ -1,7 +1,4 @@
-"""Whole lines at the end of a file.
-
-Covers: rl/system/disk.py
-"""
+"""Whole lines at the end of a file."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""The dtype that a CPU computes fast, from the list of features as Linux prints it; how its threads wait; GPUs.
-
-Covers: rl/system/hardware.py
-"""
+"""The dtype that a CPU computes fast, from the list of features as Linux prints it; how its threads wait; GPUs."""
 
 import os
 import re
@@ -13,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs.grpo_smollm2_cpu import recipe
-from controller.runs.report.page import describe_host
+from ownloop_report.page import describe_host
 from rl.system import hardware
 from rl.system.hardware import available_memory_bytes, cpu_dtype, cpu_thread_env
 from tests.waiting import wait_for_end

@@ -1,7 +1,4 @@
-"""When a process hands memory back, and that the kernel gets it.
-
-Covers: rl/system/hardware.py
-"""
+"""When a process hands memory back, and that the kernel gets it."""
 
 import os
 import subprocess

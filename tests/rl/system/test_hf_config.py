@@ -1,5 +1,3 @@
-"""Covers: rl/system/hf_config.py, trainer/engines/decoder_config.py, rl/system/model_files.py"""
-
 import contextlib
 import itertools
 import json

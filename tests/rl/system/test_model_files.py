@@ -1,7 +1,4 @@
-"""The reader of model directories, with transformers as the reference.
-
-Covers: rl/system/model_files.py, trainer/engines/model_check.py, rl/system/hf_config.py
-"""
+"""The reader of model directories, with transformers as the reference."""
 
 import json
 import shutil

@@ -1,7 +1,4 @@
-"""Temporary folders of processes that end in order, are killed, or still run.
-
-Covers: rl/system/disk.py
-"""
+"""Temporary folders of processes that end in order, are killed, or still run."""
 
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""Covers: rl/system/secret_fields.py"""
-
 from typing import Any
 
 import pytest

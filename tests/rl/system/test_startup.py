@@ -1,7 +1,4 @@
-"""Garbage collection while a process starts.
-
-Covers: rl/system/hardware.py
-"""
+"""Garbage collection while a process starts."""
 
 import gc
 import sys

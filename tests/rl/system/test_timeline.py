@@ -1,7 +1,4 @@
-"""The timeline of a run, in Chrome's trace format.
-
-Covers: rl/system/timeline.py
-"""
+"""The timeline of a run, in Chrome's trace format."""
 
 import asyncio
 import json
@@ -12,7 +9,7 @@ from typing import Any
 import pytest
 
 from controller.runs.folder import RunFolder
-from controller.runs.report.page import read_timeline
+from ownloop_report.page import read_timeline
 from rl.algorithms.metrics import PhaseClock
 from rl.system.timeline import Timeline, collect_gauges, gauge, span, wall_time
 

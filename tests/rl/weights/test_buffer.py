@@ -1,7 +1,4 @@
-"""Readers see whole versions only, whichever process dies, and nothing is left behind.
-
-Covers: rl/weights/buffer.py
-"""
+"""Readers see whole versions only, whichever process dies, and nothing is left behind."""
 
 import signal
 import subprocess

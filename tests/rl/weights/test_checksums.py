@@ -1,7 +1,4 @@
-"""Checksums see what is wrong, wherever it is.
-
-Covers: rl/weights/versions.py
-"""
+"""Checksums see what is wrong, wherever it is."""
 
 import pytest
 import torch

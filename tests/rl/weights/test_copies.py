@@ -1,7 +1,4 @@
-"""Weights to and from a GPU, with the CPU in its place: what is cast where, and what is called how often.
-
-Covers: rl/weights/copies.py, rl/weights/buffer.py
-"""
+"""Weights to and from a GPU, with the CPU in its place: what is cast where, and what is called how often."""
 
 import asyncio
 import os

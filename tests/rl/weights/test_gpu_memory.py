@@ -1,7 +1,4 @@
-"""Weights from GPU to GPU of one host. Memory of the host stands for the GPUs', in processes of their own.
-
-Covers: rl/weights/gpu_memory.py, rl/weights/ranks.py
-"""
+"""Weights from GPU to GPU of one host. Memory of the host stands for the GPUs', in processes of their own."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,4 @@
-"""What is sent over links side by side arrives in its place, and every error has the link's name.
-
-Covers: rl/weights/links.py
-"""
+"""What is sent over links side by side arrives in its place, and every error has the link's name."""
 
 import socket
 import threading

@@ -1,7 +1,4 @@
-"""By NCCL, versions arrive whole as over the network, through communicators that are kept while both ends live.
-
-Covers: rl/weights/nccl.py
-"""
+"""By NCCL, versions arrive whole as over the network, through communicators that are kept while both ends live."""
 
 import asyncio
 import os

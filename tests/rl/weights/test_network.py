@@ -1,7 +1,4 @@
-"""What is sent over the network arrives whole on every host, or the host keeps what it had.
-
-Covers: rl/weights/network.py, rl/weights/links.py, rl/weights/receiving_process.py
-"""
+"""What is sent over the network arrives whole on every host, or the host keeps what it had."""
 
 import asyncio
 import itertools

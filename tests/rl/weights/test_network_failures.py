@@ -1,7 +1,4 @@
-"""Whoever dies, stops or cannot go on: a host has a whole version, and the next push reaches all again.
-
-Covers: rl/weights/network.py, rl/weights/buffer.py, rl/weights/links.py
-"""
+"""Whoever dies, stops or cannot go on: a host has a whole version, and the next push reaches all again."""
 
 import asyncio
 import multiprocessing

@@ -1,8 +1,4 @@
-"""The contract of a transport: what is sent arrives whole, or an error says why not.
-
-Covers: rl/weights/transport.py, rl/weights/receiving_process.py, rl/weights/gpu_memory.py,
-    rl/weights/store_transport.py, rl/weights/nccl.py
-"""
+"""The contract of a transport: what is sent arrives whole, or an error says why not."""
 
 import asyncio
 import queue

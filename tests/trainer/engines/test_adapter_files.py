@@ -1,7 +1,4 @@
-"""What adapters leave on disk: checkpoints, PEFT directories and merged models.
-
-Covers: trainer/engines/__init__.py, trainer/engines/base.py
-"""
+"""What adapters leave on disk: checkpoints, PEFT directories and merged models."""
 
 import json
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""What an adapter holds in the memory of a trainer's process, and that dropping it gives the memory back.
-
-Covers: trainer/engines/__init__.py, trainer/engines/base.py
-"""
+"""What an adapter holds in the memory of a trainer's process, and that dropping it gives the memory back."""
 
 import gc
 from pathlib import Path

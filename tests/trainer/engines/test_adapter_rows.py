@@ -1,7 +1,4 @@
-"""The rows that an adapter computes are those of its model.
-
-Covers: trainer/engines/__init__.py, trainer/engines/base.py
-"""
+"""The rows that an adapter computes are those of its model."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""Adapters over a frozen model, against peft on a transformers model and torch's AdamW, in float32.
-
-Covers: trainer/engines/__init__.py, trainer/engines/base.py, trainer/engines/pytorch/low_rank.py
-"""
+"""Adapters over a frozen model, against peft on a transformers model and torch's AdamW, in float32."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

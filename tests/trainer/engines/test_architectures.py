@@ -1,7 +1,4 @@
-"""Many architectures: log-probs and gradients are transformers', and weights keep their names.
-
-Covers: trainer/engines/__init__.py, trainer/engines/decoder_config.py, trainer/engines/model_check.py
-"""
+"""Many architectures: log-probs and gradients are transformers', and weights keep their names."""
 
 from pathlib import Path
 
@@ -10,13 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import StableLmConfig, StableLmForCausalLM
 
+from plugins.vision.tests.vision import WITH_IMAGES
 from rl.losses import get_loss
 from rl.system.hf_config import proven_architectures
 from rl.system.model_files import stored_shapes
 from rl.tiny_models import TINY_SHAPE, random_batch, save_tiny
 from rl.types import AdamParams
 from tests.architectures import MODELS
-from tests.vision import WITH_IMAGES
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.contract.plain_ranks import relative_error

@@ -1,7 +1,4 @@
-"""bfloat16, in which GPUs compute by default: several ranks round no more than one rank does.
-
-Covers: trainer/engines/__init__.py, trainer/config.py, trainer/families/experts.py
-"""
+"""bfloat16, in which GPUs compute by default: several ranks round no more than one rank does."""
 
 import importlib
 import sys
@@ -90,7 +87,7 @@ def test_a_float32_head_multiplies_hidden_states_of_bfloat16(
 def test_gpu_logic_experts_are_scored_in_float32_on_every_device() -> None:
     """GPUs do so by autocast, which a CPU ignores: in bfloat16 it would send tokens to other experts."""
     importlib.import_module("trainer.engines.titan.model")  # applies the patches
-    from trainer.families.experts import RouterGate
+    from ownloop_families.experts import RouterGate
 
     torch.manual_seed(0)
     gate = RouterGate.Config(in_features=64, out_features=4).build().bfloat16()

@@ -1,7 +1,4 @@
-"""Training goes on in another layout, and weights are published from it, as if nothing had changed.
-
-Covers: trainer/engines/__init__.py, trainer/engines/base.py
-"""
+"""Training goes on in another layout, and weights are published from it, as if nothing had changed."""
 
 import asyncio
 from dataclasses import replace

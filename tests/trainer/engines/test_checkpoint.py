@@ -1,8 +1,4 @@
-"""Checkpoints are complete or not there, and never replace what is not ours.
-
-Covers: trainer/engines/pytorch/checkpoint.py, trainer/engines/__init__.py, trainer/engines/base.py,
-    trainer/engines/pytorch/hf_directory.py
-"""
+"""Checkpoints are complete or not there, and never replace what is not ours."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""A checkpoint that somebody else wrote runs no code when it is loaded.
-
-Covers: trainer/engines/pytorch/checkpoint.py, trainer/engines/pytorch/checkpoint_reader.py
-"""
+"""A checkpoint that somebody else wrote runs no code when it is loaded."""
 
 import json
 import pickle

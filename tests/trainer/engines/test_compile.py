@@ -1,7 +1,4 @@
-"""Compiled layers compute the same gradients; on the CPU, with attention left as it is.
-
-Covers: trainer/engines/__init__.py
-"""
+"""Compiled layers compute the same gradients; on the CPU, with attention left as it is."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,4 @@
-"""How the ranks of a context-parallel group share a row, checked position by position.
-
-Covers: trainer/engines/pytorch/context_parallel.py
-"""
+"""How the ranks of a context-parallel group share a row, checked position by position."""
 
 import pytest
 import torch

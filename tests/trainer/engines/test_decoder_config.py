@@ -1,7 +1,4 @@
-"""Which models are taken, and what is read from them.
-
-Covers: trainer/engines/decoder_config.py, trainer/engines/titan/layout_check.py
-"""
+"""Which models are taken, and what is read from them."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""Attention over packed rows: on the CPU against its definition in float64; on a GPU masks and the choice of kernel.
-
-Covers: trainer/engines/pytorch/document_attention.py, trainer/engines/pytorch/block_attention.py,
-    trainer/engines/titan/model/attention.py
-"""
+"""Attention over packed rows: on the CPU against its definition in float64; on a GPU masks and the choice of kernel."""
 
 import contextlib
 import importlib

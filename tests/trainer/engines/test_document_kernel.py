@@ -1,7 +1,4 @@
-"""Transformers models whose attention takes a row document by document, as on GPUs, against transformers' own.
-
-Covers: trainer/engines/hf/document_kernel.py, trainer/engines/__init__.py
-"""
+"""Transformers models whose attention takes a row document by document, as on GPUs, against transformers' own."""
 
 from pathlib import Path
 from typing import Any

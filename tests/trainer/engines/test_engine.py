@@ -1,7 +1,4 @@
-"""The torchtitan engine alone, against transformers and plain autograd.
-
-Covers: trainer/engines/__init__.py, trainer/engines/base.py
-"""
+"""The torchtitan engine alone, against transformers and plain autograd."""
 
 import weakref
 from collections.abc import Callable, Sequence

@@ -1,7 +1,4 @@
-"""What every engine must do about memory: report its peaks and, on an accelerator, free what is offloaded.
-
-Covers: trainer/engines/__init__.py, trainer/engines/base.py, trainer/engine_table.py
-"""
+"""What every engine must do about memory: report its peaks and, on an accelerator, free what is offloaded."""
 
 import mmap
 import resource

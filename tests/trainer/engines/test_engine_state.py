@@ -1,7 +1,4 @@
-"""What is moved when, with devices that no machine needs to have: only their names matter here.
-
-Covers: trainer/engines/pytorch/engine_state.py
-"""
+"""What is moved when, with devices that no machine needs to have: only their names matter here."""
 
 from collections.abc import Generator
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""A disk that becomes full within a checkpoint or an export: the error names it, and nothing is left.
-
-Covers: trainer/engines/pytorch/checkpoint.py, trainer/engines/pytorch/hf_directory.py
-"""
+"""A disk that becomes full within a checkpoint or an export: the error names it, and nothing is left."""
 
 import subprocess
 import sys

@@ -1,7 +1,4 @@
-"""Chunked log-probs and entropies against autograd through the whole matrix.
-
-Covers: trainer/engines/pytorch/distribution.py, trainer/engines/pytorch/logprobs.py
-"""
+"""Chunked log-probs and entropies against autograd through the whole matrix."""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""Less memory for the same numbers: frozen models in the compute dtype, moments that come to the device in pieces.
-
-Covers: trainer/engines/__init__.py, trainer/engines/base.py, trainer/engines/pytorch/optimizer.py
-"""
+"""Less memory for the same numbers: frozen models in the compute dtype, moments that come to the device in pieces."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""What the controller refuses before any process starts.
-
-Covers: trainer/engines/model_check.py, rl/tiny_models.py
-"""
+"""What the controller refuses before any process starts."""
 
 import contextlib
 import itertools
@@ -16,12 +13,12 @@ import pytest
 import torch
 
 from generator.config import GeneratorConfig
+from ownloop_families.tiny_families import TINY_FAMILIES
+from ownloop_vision.tiny_vl import tiny_gemma3, tiny_qwen3_vl
 from rl.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
-from rl.vision.tiny_vl import tiny_gemma3, tiny_qwen3_vl
 from tests.waiting import LIMIT_S
 from trainer.config import TrainerConfig
 from trainer.engines.model_check import ModelLimits, check_model, describe_model
-from trainer.families.tiny_families import TINY_FAMILIES
 
 
 @pytest.fixture

@@ -1,7 +1,4 @@
-"""AdamW's moments in bfloat16: nearly the numbers of float32, and everything else as with float32.
-
-Covers: trainer/engines/__init__.py, trainer/engines/base.py
-"""
+"""AdamW's moments in bfloat16: nearly the numbers of float32, and everything else as with float32."""
 
 from pathlib import Path
 from typing import Any

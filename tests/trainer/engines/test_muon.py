@@ -1,7 +1,4 @@
-"""Muon's step: against NumPy and torch's own, in every layout, with AdamW for the rest, resumed, and refused.
-
-Covers: trainer/engines/pytorch/optimizer.py
-"""
+"""Muon's step: against NumPy and torch's own, in every layout, with AdamW for the rest, resumed, and refused."""
 
 from dataclasses import replace
 from pathlib import Path

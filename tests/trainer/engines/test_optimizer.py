@@ -1,7 +1,4 @@
-"""Steps at the borders of float32, against AdamW in float64.
-
-Covers: trainer/engines/pytorch/optimizer.py
-"""
+"""Steps at the borders of float32, against AdamW in float64."""
 
 import math
 

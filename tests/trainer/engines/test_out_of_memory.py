@@ -1,7 +1,4 @@
-"""A call that runs out of a GPU's memory raises, frees what it took, and leaves the engine as it was.
-
-Covers: trainer/engines/pytorch/engine.py, trainer/engines/pytorch/optimizer.py
-"""
+"""A call that runs out of a GPU's memory raises, frees what it took, and leaves the engine as it was."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,9 +1,6 @@
 """Rows in a pipeline give the same output and gradient as rows one after the other. Here the pipeline has one stage.
 
 That stages on several ranks agree with one rank is tested in test_sharded_engine.py.
-
-Covers: trainer/engines/pytorch/pipeline.py, trainer/engines/base.py, trainer/engines/decoder_config.py,
-    trainer/engines/pytorch/row_runner.py
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,4 @@
-"""Padding changes neither scores nor gradients of a row; on a GPU, datums that share little are computed apart.
-
-Covers: trainer/engines/titan/model/row_scorer.py, trainer/engines/decoder_config.py, trainer/engines/titan/engine.py,
-    trainer/engines/titan/model/build.py, trainer/engines/titan/model/specs.py
-"""
+"""Padding changes neither scores nor gradients of a row; on a GPU, datums that share little are computed apart."""
 
 from pathlib import Path
 from typing import Any

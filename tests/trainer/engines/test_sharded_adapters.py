@@ -1,7 +1,4 @@
-"""Adapters on two ranks where they differ most from a whole model: interleaved, in bfloat16, and without a layer.
-
-Covers: trainer/engines/__init__.py
-"""
+"""Adapters on two ranks where they differ most from a whole model: interleaved, in bfloat16, and without a layer."""
 
 from dataclasses import replace
 from pathlib import Path

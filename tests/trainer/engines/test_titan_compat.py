@@ -1,7 +1,4 @@
-"""The torchtitan engine is built without torchtitan's own loop.
-
-Covers: trainer/engines/titan/_compat.py, trainer/engines/__init__.py
-"""
+"""The torchtitan engine is built without torchtitan's own loop."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Which models of transformers can be packed and scored, found out by trying.
-
-Covers: trainer/engines/__init__.py
-"""
+"""Which models of transformers can be packed and scored, found out by trying."""
 
 from pathlib import Path
 from typing import Any

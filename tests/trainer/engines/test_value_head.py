@@ -1,7 +1,4 @@
-"""A trainer with a value head is a critic: one value per position, against transformers and plain autograd.
-
-Covers: trainer/engines/__init__.py, trainer/engines/base.py, trainer/engines/model_check.py
-"""
+"""A trainer with a value head is a critic: one value per position, against transformers and plain autograd."""
 
 import gc
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""Loggers, with the real packages, each read back with the package's own reader.
-
-Covers: controller/runs/loggers/__init__.py, controller/runs/loggers/
-"""
+"""Loggers, with the real packages, each read back with the package's own reader."""
 
 import importlib
 import importlib.util

@@ -1,0 +1,1 @@
+"""Checks for ownloop: parity, compare, sweep, check-env and check-engine."""

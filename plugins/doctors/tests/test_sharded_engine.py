@@ -1,0 +1,219 @@
+"""Several ranks must compute what one computes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from ownloop_doctors.several_ranks import LAYOUT_CHECKS, LayoutResults, run_layout
+from rl.lora import LoRAConfig
+from rl.tiny_models import tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from tests.trainer.adapters import load_engine_or_adapter
+from tests.trainer.engine_params import INSTALLED
+from tests.trainer.ranks import script
+from trainer.config import TrainerConfig
+from trainer.engine_table import find_engine
+from trainer.engines.contract.plain_ranks import spawn
+from trainer.engines.contract.reference import by_stored_name, require_equal
+
+pytestmark = pytest.mark.ranks
+
+INTERLEAVED = {"pipeline_schedule": "Interleaved1F1B"}
+MEGATRON = {"engine": "megatron"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp2_tied": {"data_parallel_shard": 2},
+    "replicated2_untied": {"data_parallel_replicate": 2, "activation_checkpointing": "full"},
+    "tp2_tied": {"tensor_parallel": 2},
+    "fsdp2_tp2_untied": {"data_parallel_shard": 2, "tensor_parallel": 2},
+    "pp2_untied": {"pipeline_parallel": 2},
+    "pp2_fsdp2_untied": {"pipeline_parallel": 2, "data_parallel_shard": 2, "activation_checkpointing": "full"},
+    "ep2_moe": {"data_parallel_shard": 2, "expert_parallel": 2},
+    "fsdp2_tp2_ep2_moe": {"data_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 2},
+    "cp2_tp2_untied": {"context_parallel": 2, "tensor_parallel": 2},
+    "hsdp2x2_untied": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
+    "tp2_biased": {"tensor_parallel": 2},
+    "pp2_fsdp2_biased": {"pipeline_parallel": 2, "data_parallel_shard": 2},
+    "transformers_fsdp2_tied": {"engine": "fsdp2", "data_parallel_shard": 2, "activation_checkpointing": "full"},
+    "fsdp1_tied": {"engine": "fsdp1", "data_parallel_shard": 2, "activation_checkpointing": "full"},
+    "fsdp1_replicated2_untied": {"engine": "fsdp1", "data_parallel_replicate": 2},
+    "fsdp1_hsdp2x2_untied": {"engine": "fsdp1", "data_parallel_replicate": 2, "data_parallel_shard": 2},
+    "transformers_hsdp2x2_untied": {"engine": "fsdp2", "data_parallel_replicate": 2, "data_parallel_shard": 2},
+    "transformers_fsdp2_moe": {"engine": "fsdp2", "data_parallel_shard": 2},
+    "transformers_hsdp2x2_moe": {"engine": "fsdp2", "data_parallel_replicate": 2, "data_parallel_shard": 2},
+    "megatron_tp2_tied": {**MEGATRON, "tensor_parallel": 2},
+    "megatron_tp2_without_sp_tied": {**MEGATRON, "tensor_parallel": 2, "sequence_parallel": False},
+    "megatron_replicated2_untied": {**MEGATRON, "data_parallel_replicate": 2, "activation_checkpointing": "full"},
+    "megatron_sharded2_tied": {**MEGATRON, "data_parallel_shard": 2},
+    "megatron_sharded2_tp2_untied": {**MEGATRON, "data_parallel_shard": 2, "tensor_parallel": 2},
+    "megatron_pp2_sharded2_untied": {**MEGATRON, "pipeline_parallel": 2, "data_parallel_shard": 2},
+    "megatron_sharded3_tied": {**MEGATRON, "data_parallel_shard": 3, "activation_checkpointing": "full"},
+    "megatron_sharded4_ep2_moe": {**MEGATRON, "data_parallel_shard": 4, "expert_parallel": 2},
+    "megatron_sharded2_tp2_ep2_moe": {
+        **MEGATRON,
+        "data_parallel_shard": 2,
+        "tensor_parallel": 2,
+        "expert_parallel": 2,
+    },
+    "megatron_cp2_tied": {**MEGATRON, "context_parallel": 2},
+    "megatron_cp3_untied": {**MEGATRON, "context_parallel": 3, "activation_checkpointing": "full"},
+    "megatron_cp2_tp2_biased": {**MEGATRON, "context_parallel": 2, "tensor_parallel": 2},
+    "megatron_cp2_tp2_without_sp_tied": {
+        **MEGATRON,
+        "context_parallel": 2,
+        "tensor_parallel": 2,
+        "sequence_parallel": False,
+    },
+    "megatron_pp2_cp2_untied": {**MEGATRON, "pipeline_parallel": 2, "context_parallel": 2},
+    "megatron_sharded2_cp2_tied": {**MEGATRON, "data_parallel_shard": 2, "context_parallel": 2},
+    "megatron_replicated2_cp2_untied": {**MEGATRON, "data_parallel_replicate": 2, "context_parallel": 2},
+    "megatron_cp2_ep2_moe": {**MEGATRON, "context_parallel": 2, "expert_parallel": 2},
+    "megatron_cp2_tp2_ep2_moe": {**MEGATRON, "context_parallel": 2, "tensor_parallel": 2, "expert_parallel": 2},
+    "megatron_pp2_untied": {**MEGATRON, "pipeline_parallel": 2},
+    "megatron_interleaved_pp2_layers": {**MEGATRON, "pipeline_parallel": 2, **INTERLEAVED},
+    "megatron_pp2_tp2_untied": {**MEGATRON, "pipeline_parallel": 2, "tensor_parallel": 2},
+    "megatron_replicated2_tp2_untied": {**MEGATRON, "data_parallel_replicate": 2, "tensor_parallel": 2},
+    "megatron_pp2_replicated2_untied": {**MEGATRON, "pipeline_parallel": 2, "data_parallel_replicate": 2},
+    "megatron_ep2_moe": {**MEGATRON, "data_parallel_replicate": 2, "expert_parallel": 2},
+    "megatron_tp2_biased": {**MEGATRON, "tensor_parallel": 2},
+    "megatron_pp2_biased": {**MEGATRON, "pipeline_parallel": 2},
+    "megatron_pp2_moe": {**MEGATRON, "pipeline_parallel": 2},
+    "megatron_pp2_ep2_moe": {**MEGATRON, "pipeline_parallel": 2, "data_parallel_replicate": 2, "expert_parallel": 2},
+    "megatron_tp2_moe": {**MEGATRON, "tensor_parallel": 2, "activation_checkpointing": "full"},
+    "megatron_tp2_ep2_moe": {**MEGATRON, "tensor_parallel": 2, "expert_parallel": 2},
+    "megatron_replicated2_tp2_ep2_moe": {
+        **MEGATRON,
+        "data_parallel_replicate": 2,
+        "tensor_parallel": 2,
+        "expert_parallel": 2,
+    },
+    "megatron_pp2_tp2_ep2_moe": {**MEGATRON, "pipeline_parallel": 2, "tensor_parallel": 2, "expert_parallel": 2},
+    "megatron_replicated4_ep2_moe": {**MEGATRON, "data_parallel_replicate": 4, "expert_parallel": 2},
+}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "adapter_fsdp2_tied": {"data_parallel_shard": 2},
+    "adapter_tp2_tied": {"tensor_parallel": 2},
+    "adapter_tp2_without_sp_untied": {"tensor_parallel": 2, "sequence_parallel": False},
+    "adapter_cp2_untied": {"context_parallel": 2, "activation_checkpointing": "full"},
+    "adapter_pp2_untied": {"pipeline_parallel": 2},
+    "adapter_interleaved_pp2_tp2_layers": {"pipeline_parallel": 2, "tensor_parallel": 2, **INTERLEAVED},
+    "adapter_pp2_fsdp2_untied": {"pipeline_parallel": 2, "data_parallel_shard": 2, "activation_checkpointing": "full"},
+    "adapter_hsdp2x2_untied": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
+    "adapter_fsdp2_tp2_tied": {"data_parallel_shard": 2, "tensor_parallel": 2, "activation_checkpointing": "selective"},
+    "adapter_cp2_tp2_untied": {"context_parallel": 2, "tensor_parallel": 2},
+    "adapter_ep2_moe": {"data_parallel_shard": 2, "expert_parallel": 2},
+    "adapter_fsdp2_tp2_ep2_moe": {"data_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 2},
+    "adapter_transformers_fsdp2_tied": {
+        "engine": "fsdp2",
+        "data_parallel_shard": 2,
+        "activation_checkpointing": "full",
+    },
+    "adapter_transformers_hsdp2x2_untied": {"engine": "fsdp2", "data_parallel_replicate": 2, "data_parallel_shard": 2},
+}
+SLOW = {
+    "fsdp1_hsdp2x2_untied",
+    "hsdp2x2_untied",
+    "pp2_fsdp2_untied",
+    "tp2_biased",
+    "pp2_fsdp2_biased",
+    "fsdp2_tp2_untied",
+    "fsdp2_tp2_ep2_moe",
+    "cp2_tp2_untied",
+    "transformers_hsdp2x2_untied",
+    "transformers_hsdp2x2_moe",
+    "megatron_sharded2_tied",
+    "megatron_cp2_tied",
+    "megatron_cp3_untied",
+    "megatron_pp2_untied",
+    "megatron_cp2_tp2_biased",
+    "megatron_cp2_tp2_without_sp_tied",
+    "megatron_pp2_cp2_untied",
+    "megatron_sharded2_cp2_tied",
+    "megatron_replicated2_cp2_untied",
+    "megatron_cp2_ep2_moe",
+    "megatron_cp2_tp2_ep2_moe",
+    "megatron_sharded2_tp2_untied",
+    "megatron_pp2_sharded2_untied",
+    "megatron_sharded3_tied",
+    "megatron_sharded4_ep2_moe",
+    "megatron_sharded2_tp2_ep2_moe",
+    "megatron_interleaved_pp2_layers",
+    "megatron_pp2_tp2_untied",
+    "megatron_replicated2_tp2_untied",
+    "megatron_pp2_replicated2_untied",
+    "megatron_replicated4_ep2_moe",
+    "megatron_tp2_without_sp_tied",
+    "megatron_tp2_moe",
+    "megatron_tp2_ep2_moe",
+    "megatron_replicated2_tp2_ep2_moe",
+    "megatron_pp2_tp2_ep2_moe",
+    "megatron_tp2_biased",
+    "megatron_pp2_biased",
+    "megatron_pp2_moe",
+    "megatron_pp2_ep2_moe",
+    "fsdp1_replicated2_untied",
+    "replicated2_untied",
+    "transformers_fsdp2_moe",
+    "megatron_replicated2_untied",
+    *(set(ADAPTERS) - {"adapter_fsdp2_tied"}),  # of two stages: test_sharded_adapters.py
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in (*LAYOUTS, *ADAPTERS)],
+)
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LayoutResults:
+    """The results of the layout, and of one rank of the engine `torchtitan`, or of its own if it replays no experts."""
+    if request.param.startswith("megatron") and "megatron" not in INSTALLED:
+        pytest.skip("the package 'megatron' is not installed")
+    directory = tmp_path_factory.mktemp(request.param)
+    if request.param.endswith("_tied"):
+        model = tiny_llama(directory / "model")
+    elif request.param.endswith("_biased"):
+        model = tiny_qwen2(directory / "model", tied=False)
+    elif request.param.endswith("_moe"):
+        model = tiny_qwen3_moe(directory / "model")
+    else:
+        model = tiny_qwen3(
+            directory / "model", tied=False, num_hidden_layers=4 if request.param.endswith("_layers") else 2
+        )
+    lora = LoRAConfig(rank=4) if request.param in ADAPTERS else None
+    one = TrainerConfig(model=model, compute_dtype="float32", max_tokens_per_microbatch=50, lora=lora)
+    config = replace(one, **{**LAYOUTS, **ADAPTERS}[request.param])
+    if request.param.endswith("_moe") and not find_engine(config.engine).replays_routes:
+        one = replace(one, engine=config.engine)  # torchtitan's would replay experts
+    many, of_one = (
+        run_layout(script, load_engine_or_adapter, c, directory / n) for c, n in ((config, "many"), (one, "one"))
+    )
+    return LayoutResults(config, many, of_one, directory / "many", load_engine_or_adapter)
+
+
+@pytest.mark.parametrize("name", LAYOUT_CHECKS)
+def test_several_ranks_keep_the_contract(results: LayoutResults, name: str) -> None:
+    print(LAYOUT_CHECKS[name](results))
+
+
+def test_errors_say_what_happened(results: LayoutResults) -> None:
+    assert results.one["error"] == "ArithmeticError: the longest datum is here"
+    message = "multipliers['model.layers.9.*'] matches no parameter; names are such as"
+    assert message in results.many["unmatched"]
+
+
+def test_export_holds_the_parameters(results: LayoutResults) -> None:
+    if results.config.lora is not None:  # the merged model is compared by its scores, in the contract
+        exported = load_file(results.directory / "export_peft" / "adapter_model.safetensors")
+    else:
+        model = AutoModelForCausalLM.from_pretrained(results.directory / "export", dtype=torch.float32)
+        exported = by_stored_name(dict(model.named_parameters()), results.many["parameters"].keys())
+    require_equal("exported parameters", exported, results.many["parameters"])
+
+
+def test_ranks_of_an_engine_that_refuses_their_layout_end() -> None:
+    spawn(2, _connects_no_rank)
+
+
+def _connects_no_rank(rank: int) -> None:
+    """Stands for an engine that raised ValueError before it made a process group, which the kit caught."""

@@ -1,0 +1,1 @@
+"""The engines megatron and megatron_fsdp of ownloop."""

@@ -1,0 +1,88 @@
+"""A host without a sandbox is refused with the reasons, and root and ordinary users have one."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+import ownloop_sandbox as ways
+from ownloop_sandbox import find_way
+from ownloop_tasks.python_arithmetic import PythonArithmetic
+from plugins.sandbox.tests.here import REAL, need
+from tests.waiting import LIMIT_S
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Generator[None]:
+    for remembered in (ways.find_way, ways.program):
+        remembered.cache_clear()
+    yield
+    for remembered in (ways.find_way, ways.program):
+        remembered.cache_clear()
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
+    """Makes a host on which these programs, by their shell code, are all that is installed beside Python and sh."""
+    for name, code in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{code}\n")
+        (folder / name).chmod(0o755)
+
+    def which(name: str, path: str | None = None) -> str | None:
+        del path
+        return str(folder / name) if name in programs else None
+
+    monkeypatch.setattr("shutil.which", which)
+    monkeypatch.setattr(ways, "as_nobody", tuple)
+
+
+def test_a_host_without_any_is_refused_with_what_each_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, setpriv='shift 2; exec "$@"', unshare="echo unshare: not permitted >&2; exit 1")
+    message = r"\(bubblewrap: bwrap is not installed; namespaces: unshare: not permitted\)\. Install bubblewrap.*'none'"
+    with pytest.raises(ValueError, match=message):
+        find_way()
+    for problems in (PythonArithmetic().eval_problems, lambda count: PythonArithmetic().train_problems(0, 0, count)):
+        with pytest.raises(ValueError, match=message):
+            problems(1)
+    assert PythonArithmetic(sandbox="none").eval_problems(1)
+
+
+def test_a_program_that_does_not_do_its_work_is_no_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, bwrap="exit 0")
+    with pytest.raises(ValueError, match=r"bubblewrap: it ended with status 0; namespaces: setpriv is not installed"):
+        find_way()
+
+
+def test_bubblewrap_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = "echo; echo 42"
+    install(tmp_path, monkeypatch, bwrap=answer, setpriv=answer, unshare=answer)
+    assert find_way("auto").name == "bubblewrap"
+    assert find_way("namespaces").name == "namespaces"
+
+
+def test_an_unknown_way_is_refused() -> None:
+    with pytest.raises(ValueError, match="sandbox is 'docker', which is not known"):
+        find_way("docker")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"PythonArithmetic\.sandbox is 'bubblewarp'.* did you mean 'bubblewrap'"):
+        PythonArithmetic(sandbox="bubblewarp")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sandbox", REAL)
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests show what an ordinary user has")
+def test_an_ordinary_user_has_the_same(sandbox: ways.Sandbox) -> None:
+    need(sandbox)
+    code = (
+        "import asyncio, os, ownloop_sandbox as s; assert os.geteuid() == 65534\n"
+        f"print(asyncio.run(s.run_python('print(6 * 7)', sandbox={sandbox!r})))"
+    )
+    command = [*ways.as_nobody(), os.path.realpath(sys.executable), "-c", code]
+    if subprocess.run(
+        [*command[:-1], "import rl.checks"], cwd=ROOT, capture_output=True, check=False, timeout=LIMIT_S
+    ).returncode:
+        pytest.skip(f"an ordinary user cannot read {ROOT}")
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert result.stdout == "SandboxResult(output='42', ok=True)\n", result.stderr

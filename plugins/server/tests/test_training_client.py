@@ -1,0 +1,238 @@
+"""The official SDK trains through the gateway; what comes back is compared with NumPy."""
+
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from plugins.server.tests.running_server import RunningServer, running_server
+from plugins.server.tests.sdk import datum, new_client, scores, train
+from plugins.server.tests.toy_model import VOCAB
+from rl.types import AdamParams, MuonParams
+
+tinker: Any = pytest.importorskip("tinker")
+types: Any = tinker.types
+
+TOKENS, TARGETS = [2, 3, 4, 7], [3, 4, 7, 1]
+Q = [-2.5, -3.0, -2.0, -2.9]
+ADVANTAGES = [1.0, -2.0, 0.5, 0.0]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+def reference(name: str, p: np.ndarray[Any, Any], config: dict[str, float]) -> float:
+    """Tinker's published definitions."""
+    q, a = np.array(Q), np.array(ADVANTAGES)
+    r = np.exp(p - q)
+    low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
+    if name == "importance_sampling":
+        return float(-(r * a).sum())
+    if name == "ppo":
+        return float(-np.minimum(r * a, r.clip(low, high) * a).sum())
+    if name == "cispo":
+        return float(
+            -(r.clip(config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", 4.0)) * p * a).sum()
+        )
+    if name == "dro":
+        return float(-(p * a - 0.5 * config["beta"] * (p - q) ** 2).sum())
+    assert name == "gspo"
+    s = np.exp((p - q)[1:3].mean())
+    return float(-np.minimum(s * a, np.clip(s, low, high) * a).sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("importance_sampling", {}),
+        ("ppo", {}),
+        ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 1.05}),
+        ("cispo", {}),
+        ("dro", {"beta": 0.2}),
+        ("gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+    ],
+)
+def test_a_loss_is_what_tinker_publishes(server: RunningServer, name: Any, config: dict[str, float]) -> None:
+    client = new_client(server)
+    train(client)  # log-probs that differ from token to token
+    extra = {"sequence_ratio_mask": [0.0, 1.0, 1.0, 0.0]} if name == "gspo" else {}
+    output = client.forward_backward(
+        [datum(TOKENS, TARGETS, logprobs=Q, advantages=ADVANTAGES, **extra)], name, config
+    ).result()
+    p = np.array(output.loss_fn_outputs[0]["logprobs"].data)
+    assert output.metrics["loss:sum"] == pytest.approx(reference(name, p, config), abs=1e-5)
+    forward = client.forward([datum(TOKENS, TARGETS, logprobs=Q, advantages=ADVANTAGES, **extra)], name, config)
+    assert forward.result().metrics["loss:sum"] == pytest.approx(output.metrics["loss:sum"], abs=1e-5)
+
+
+def test_weights_of_gspo_say_which_tokens_its_ratio_is_over(server: RunningServer) -> None:
+    client, weights = new_client(server), {"weights": [0.0, 1.0, 1.0, 0.0]}
+    train(client)
+    given = {"logprobs": Q, "advantages": [1.0, 0.5, -2.0, 1.0], **weights}
+    loss, of_mask = (
+        client.forward([datum(TOKENS, TARGETS, **given, **mask)], "gspo").result().metrics["loss:sum"]
+        for mask in ({}, {"sequence_ratio_mask": weights["weights"]})
+    )
+    assert loss == pytest.approx(of_mask, abs=1e-7)
+
+
+def test_cross_entropy_honours_negative_tiny_and_zero_weights(server: RunningServer) -> None:
+    client = new_client(server)
+    output = client.forward_backward(
+        [datum(TOKENS, TARGETS, weights=[-1.0, 1e-6, 0.0, 0.25])], "cross_entropy"
+    ).result()
+    p = np.array(output.loss_fn_outputs[0]["logprobs"].data)
+    np.testing.assert_allclose(p, -np.log(VOCAB), rtol=1e-6)  # also where the weight is 0
+    assert output.metrics["loss:sum"] == pytest.approx(-(-1.0 + 1e-6 + 0.25) * p[0], rel=1e-6)
+
+
+def test_a_datum_is_scored_at_the_clients_temperature(server: RunningServer) -> None:
+    client = new_client(server)
+    train(client, 3)
+
+    def gap(**inputs: list[float]) -> float:
+        """Between two words, in units of the logits: what an inverse temperature multiplies."""
+        data = [datum([2], [target], **inputs) for target in (3, 4)]
+        first, second = (o["logprobs"].data[0] for o in client.forward(data, "cross_entropy").result().loss_fn_outputs)
+        return float(first) - float(second)
+
+    assert gap(temperature=[0.5]) == pytest.approx(2 * gap(), rel=1e-5)
+    for given in ([0.5, 0.6], [0.0, 0.0]):
+        wrong = datum([2, 3], [3, 4], temperature=given)
+        with pytest.raises(tinker.RequestFailedError, match=r"'temperature'. must be one finite number above 0"):
+            client.forward([wrong], "cross_entropy").result()
+
+
+def test_a_datum_is_scored_among_the_words_that_the_client_names(server: RunningServer) -> None:
+    client = new_client(server)
+
+    def scored(*rows: list[int]) -> Any:
+        data = [word for row in rows for word in row]
+        kept = types.TensorData(data=data, dtype="int64", shape=[len(rows), len(rows[0])])
+        inputs = {"target_tokens": types.TensorData(data=[3, 4], dtype="int64", shape=[2]), "kept": kept}
+        return types.Datum(model_input=types.ModelInput.from_ints([2, 3]), loss_fn_inputs=inputs)
+
+    output = client.forward([scored([7, 3, -1], [-1, -1, -1])], "cross_entropy").result()
+    np.testing.assert_allclose(output.loss_fn_outputs[0]["logprobs"].data, [-np.log(2), -np.log(VOCAB)], rtol=1e-6)
+    with pytest.raises(tinker.RequestFailedError, match="has a set, at 1, without the token 4"):
+        client.forward([scored([3, 7], [5, -1])], "cross_entropy").result()
+    with pytest.raises(
+        tinker.RequestFailedError, match=r"'kept'. is float32 of shape \[1\]; it must be int64 \[N, W\]"
+    ):
+        client.forward([datum([2], [3], kept=[1.0])], "cross_entropy").result()
+
+
+def test_targets_of_n_by_k_have_the_gradient_of_k_datums(server: RunningServer) -> None:
+    wide, narrow = new_client(server), new_client(server)
+    targets = types.TensorData(data=[3, 5, 4, 6], dtype="int64", shape=[2, 2])
+    weights = types.TensorData(data=[1.0, 0.5, 0.0, 2.0], dtype="float32", shape=[2, 2])
+    both = types.Datum(
+        model_input=types.ModelInput.from_ints([2, 3]), loss_fn_inputs={"target_tokens": targets, "weights": weights}
+    )
+    output = wide.forward_backward([both], "cross_entropy").result()
+    assert output.loss_fn_outputs[0]["logprobs"].shape == [2, 2]
+    parts = [datum([2, 3], [3, 4], weights=[1.0, 0.0]), datum([2, 3], [5, 6], weights=[0.5, 2.0])]
+    narrow.forward_backward(parts, "cross_entropy").result()
+    for client in (wide, narrow):
+        client.optim_step(types.AdamParams(learning_rate=0.1)).result()
+    np.testing.assert_allclose(scores(wide), scores(narrow), rtol=1e-6)
+
+
+def test_every_field_of_adam_params_counts_at_every_step(server: RunningServer) -> None:
+    client = new_client(server)
+    params: dict[str, Any] = {
+        "learning_rate": 0.3,
+        "beta1": 0.7,
+        "beta2": 0.8,
+        "eps": 1e-5,
+        "weight_decay": 0.1,
+        "grad_clip_norm": 0.5,
+    }
+    server.host.steps.clear()
+    client.forward_backward([datum(TOKENS, TARGETS)], "cross_entropy")
+    metrics = client.optim_step(types.AdamParams(**params)).result().metrics or {}
+    client.optim_step(types.AdamParams()).result()
+    assert server.host.steps == [AdamParams(**params), AdamParams(learning_rate=1e-4, eps=1e-12)]
+    assert metrics["grad_norm"] > 0.5
+
+
+def test_a_dimuon_client_takes_steps_of_muon(server: RunningServer) -> None:
+    create: Any = server.client().create_lora_training_client
+    client = create(base_model="toy", rank=4, optimizer=types.DimuonOptimizerConfig()).result()
+    server.host.steps.clear()
+    for clip in (0.5, -1.0):
+        client.optim_step(types.DimuonParams(learning_rate=0.2, beta1=0.8, grad_clip_norm=clip)).result()
+    expected = MuonParams(learning_rate=0.2, beta1=0.8, grad_clip_norm=0.5)
+    assert server.host.steps == [expected, replace(expected, grad_clip_norm=0.0)]
+
+
+def test_a_number_that_json_lacks_is_an_error_of_its_call(server: RunningServer) -> None:
+    client = new_client(server)
+    client.forward_backward([datum(TOKENS, TARGETS)], "cross_entropy")
+    with pytest.raises(tinker.RequestFailedError, match=r"learning_rate: Input should be a valid number"):
+        client.optim_step(types.AdamParams(learning_rate=float("nan"))).result()
+    assert client.optim_step(types.AdamParams(learning_rate=0.1)).result().metrics
+
+
+def test_calls_without_await_run_in_the_order_of_the_script(server: RunningServer) -> None:
+    client = new_client(server)
+    server.host.calls.clear()
+    futures: list[Any] = []
+    for _ in range(5):
+        futures.append(client.forward_backward([datum(TOKENS, TARGETS)], "cross_entropy"))
+        futures.append(client.optim_step(types.AdamParams(learning_rate=0.1)))
+    for future in futures:
+        future.result()
+    assert [verb for _, verb in server.host.calls] == ["forward_backward", "optim_step"] * 5
+
+
+@pytest.mark.seconds
+def test_a_batch_cut_into_requests_has_the_gradient_of_one(server: RunningServer) -> None:
+    whole, parts = new_client(server), new_client(server)
+    random = np.random.default_rng(0)
+    batch = [datum(random.integers(0, VOCAB, 3).tolist(), random.integers(0, VOCAB, 3).tolist()) for _ in range(2500)]
+    server.host.calls.clear()
+    output = whole.forward_backward(batch, "cross_entropy").result()
+    assert len(server.host.calls) == 3
+    assert len(output.loss_fn_outputs) == 2500
+    assert output.metrics["loss:sum"] == pytest.approx(7500 * np.log(VOCAB), rel=1e-6)
+    for start in range(0, 2500, 500):
+        parts.forward_backward(batch[start : start + 500], "cross_entropy")
+    for client in (whole, parts):
+        client.optim_step(types.AdamParams(learning_rate=0.1)).result()
+    np.testing.assert_allclose(scores(whole), scores(parts), rtol=1e-6)
+
+
+def test_a_loss_has_one_gradient_in_client_and_server(server: RunningServer) -> None:
+    custom, known = new_client(server), new_client(server)
+    q, a = torch.tensor(Q), torch.tensor(ADVANTAGES)
+
+    def loss(data: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        return -((logprobs[0] - q).exp() * a).sum(), {"seen": float(len(data))}
+
+    output = custom.forward_backward_custom([datum(TOKENS, TARGETS)], loss).result()
+    assert output.metrics["seen"] == 1
+    known.forward_backward([datum(TOKENS, TARGETS, logprobs=Q, advantages=ADVANTAGES)], "importance_sampling").result()
+    for client in (custom, known):
+        client.optim_step(types.AdamParams(learning_rate=0.1)).result()
+    np.testing.assert_allclose(scores(custom), scores(known), rtol=1e-5)
+
+
+def test_clients_do_not_touch_each_others_adapters(server: RunningServer) -> None:
+    one, other = new_client(server), new_client(server)
+    before = scores(other)
+    train(one)
+    assert scores(other) == before
+    assert scores(one) != before
+
+
+def test_get_info_names_model_tokenizer_and_rank(server: RunningServer) -> None:
+    info = new_client(server, rank=7).get_info()
+    assert (info.model_data.model_name, info.model_data.tokenizer_id) == ("toy", "toy")
+    assert (info.is_lora, info.lora_rank) == (True, 7)

@@ -1,0 +1,1 @@
+"""Published losses and advantages, distillation and self-play for ownloop."""

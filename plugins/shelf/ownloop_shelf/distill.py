@@ -1,0 +1,89 @@
+"""On-policy distillation: the student samples, its teachers grade every token, and it learns from the divergence.
+
+Copy this page to write your own loop. Unlike distillation on a teacher's texts (use `sft` for that), the student learns
+on its own answers: https://thinkingmachines.ai/blog/on-policy-distillation. Rewards are reported, not learned from.
+"""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+from controller.handles.offline import OfflineGeneratorConfig
+from controller.launching.launcher import Launcher
+from controller.runs import Console, Loop, RolloutLoopConfig, RolloutSource, Run, RunFolder, TrainerConfig
+from ownloop_shelf.distillation import Lesson, Teachers, eval_kl
+from rl.losses import token_mean
+from rl.rollouts.episodes import step_seed
+from rl.schedules import constant, warmup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillConfig(RolloutLoopConfig):
+    """A recipe of this loop; `model` is the student, which samples each problem `group_size` times."""
+
+    teacher: str
+    """Like `model`, with the student's tokenizer; or "self", the student with a hint (`lesson.hint`)."""
+    teacher_trainer: TrainerConfig
+    """How a teacher is laid out. It only computes log-probs, so it holds neither gradients nor optimizer state."""
+    lesson: Lesson = field(default_factory=Lesson)
+    """Which divergence is learned from, over which words, with which hints, and further teachers."""
+    evaluations = ("between",)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the field, the value and what is accepted."""
+        RolloutLoopConfig.__post_init__(self)
+        self._set("teacher_trainer", replace(self.teacher_trainer, frozen=True))
+        self.lesson.check(self.teacher, replays=isinstance(self.generator, OfflineGeneratorConfig))
+
+    def loop(self) -> Loop:
+        return train
+
+
+async def train(config: DistillConfig, folder: RunFolder, console: Console) -> None:
+    """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
+    run = Run(config, folder, console)
+    source, lesson = RolloutSource(config, run.phase, run.began), config.lesson
+    names = lesson.models(config.teacher, source.model, source.eval_problems)
+    paths = [source.resolve_teacher(name) for name in names]
+    learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
+
+    async def evaluate(step: int) -> None:
+        if lesson.hint != "peer":  # a single answer has none
+            seeded = replace(source.sampling, seed=step_seed(config.seed, 0))
+            run.log_measurements(step, kl_to_teacher=await eval_kl(teachers, source.eval_problems, seeded))
+        run.log_evaluation(step, await source.evaluate(generator))
+
+    run.phase("starting trainer, teachers and generator")
+    async with Launcher(run.log_dir, config.hosts) as launcher:
+        trainer, generator, *frozen = await asyncio.gather(
+            launcher.trainer(source.model, config.trainer, generator=config.generator),
+            launcher.generator(source.model, config.generator),
+            *(launcher.trainer(path, config.teacher_trainer, name=f"teacher{i or ''}") for i, path in enumerate(paths)),
+        )
+        teachers = Teachers(lesson, config.teacher, frozen, trainer, generator, source.renderer, source.model)
+        async with run.steps(policy=trainer) as steps:
+            await generator.pull_model_state_dict(await trainer.push_model_state_dict())
+            for step in steps:
+                if (step - 1) % config.evaluate_every == 0:
+                    await evaluate(step - 1)
+                clock = run.begin_step(step)
+                with clock("generate"):
+                    groups = await source.sample(generator, step, config.group_size)
+                with clock("forward"):
+                    graded = await teachers.grade(groups, source.problems)
+                if graded.batch:
+                    with clock("forward_backward"):
+                        output = await trainer.forward_backward(graded.batch, lesson.loss)
+                    with clock("optim_step"):
+                        params = config.optim(learning_rate(step - 1))
+                        update = await trainer.optim_step(params, token_mean(graded.sampled))
+                    with clock("push"):
+                        version = await trainer.push_model_state_dict()
+                    with clock("pull"):
+                        await generator.pull_model_state_dict(version)
+                    run.end_step(groups, graded.batch, output, update, graded.metrics(output))
+                else:
+                    run.end_step_without_update(groups, why="no rollout has a sampled token and a hint")
+                await run.checkpoint_if_due()
+            await evaluate(run.last_step)
+            await trainer.export_hf(run.model_dir)
+    run.finish()

@@ -1,0 +1,103 @@
+"""Tools of MCP servers, child processes: one that is written out, and the package's own, which is slow to start."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ownloop_tasks.mcp_server import MCPServer
+from ownloop_tasks.tools import ToolEnv
+from plugins.tasks.tests.test_tools import CALCULATE, Sums
+from rl.protocols import Done, Observation
+from tests.waiting import LIMIT_S, wait_for_line, wait_until
+
+WORDS = str(Path(__file__).with_name("mcp_words.py"))
+PLAIN = str(Path(__file__).with_name("plain_words.py"))
+
+
+def call(name: str, **arguments: str) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.mark.parametrize("script", [PLAIN, pytest.param(WORDS, marks=pytest.mark.slow)], ids=["plain", "package"])
+def test_an_episode_uses_the_tools_of_a_server_and_functions(script: str) -> None:
+    env = ToolEnv(env=Sums(), tools=(CALCULATE, MCPServer(command=(sys.executable, script))))
+    assert env.name == f"sums with calculate, {sys.executable} {script}"
+    (problem,) = env.train_problems(0, 0, 1)
+    assert [tool["function"]["name"] for tool in problem.tools] == ["calculate", "count_letters", "fail"]
+    assert problem.tools[1]["function"]["parameters"]["required"] == ["word"]
+
+    async def play() -> tuple[list[str], Done]:
+        episode = await problem.start()
+        text = call("count_letters", word="seven") + call("fail", reason="no luck") + call("count_letters", worm="x")
+        observed = await episode.reply(text)
+        assert isinstance(observed, Observation)
+        done = await episode.reply("42")
+        assert isinstance(done, Done)
+        assert not isinstance(observed.messages, str)
+        return [str(message["content"]) for message in observed.messages], done
+
+    (counted, failed, misnamed), done = asyncio.run(play())
+    assert counted.startswith("5 letters, says ")
+    assert failed.startswith("Error: ")
+    assert "no luck" in failed
+    assert misnamed.startswith("Error: ")
+    assert "word" in misnamed
+    assert (done.reward, done.metrics["tool_calls"], done.metrics["tool_errors"]) == (1.0, 3.0, 2.0)
+
+
+def test_a_server_may_answer_with_an_image() -> None:
+    (count, _) = MCPServer(command=(sys.executable, PLAIN)).tools()
+    image, text = asyncio.run(count[1](word="hi"))
+    assert image == {"type": "image", "image": "data:image/png;base64,aGk="}
+    assert text["text"].startswith("2 letters")
+
+
+@pytest.mark.slow  # it starts two processes that import mcp
+def test_a_server_dies_with_its_parent() -> None:
+    script = f"""
+import time
+from ownloop_tasks.mcp_server import MCPServer
+MCPServer(command=({sys.executable!r}, {WORDS!r})).tools()
+print("ready", flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert wait_for_line(parent.stdout, "the server") == "ready"
+        (child,) = psutil.Process(parent.pid).children()
+        parent.send_signal(signal.SIGKILL)
+        child.wait(LIMIT_S)
+
+
+@pytest.mark.seconds
+def test_what_is_no_server_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"MCPServer\.command is \('nowhere',\); it must begin with a program"):
+        MCPServer(command=("nowhere",))
+    with pytest.raises(ValueError, match=r"MCPServer\.command 'true' named no tools: "):
+        MCPServer(command=("true",)).tools()
+    silent = MCPServer(command=("sleep", "600.25"), start_time_limit_s=0.2)
+    with pytest.raises(ValueError, match=r"'sleep 600.25' named no tools: TimeoutError"):
+        silent.tools()
+    children = psutil.Process(os.getpid()).children
+    wait_until(lambda: not any("600.25" in _command_line(child) for child in children()), "the server to end")
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    """Nothing if it has ended, waited for or not."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    server = MCPServer(command=(sys.executable, PLAIN))
+    env = ToolEnv(env=Sums(), tools=(server, server))
+    with pytest.raises(ValueError, match=r"ToolEnv\.tools has two functions of one name: count_letters, fail, count"):
+        env.train_problems(0, 0, 1)

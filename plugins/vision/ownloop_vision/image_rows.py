@@ -1,0 +1,162 @@
+"""Questions about images, from a data set with a column of images: a name of the Hub, a folder, or a file.
+
+    ImageRows(dataset="lmms-lab/some-set", question_column="question", answer_column="answer")
+    ImageRows(dataset="pictures/", question="What is this?", answer_column="label")      # a folder for each label
+
+A tenth of the rows is held out, chosen by their content. Files of images stay on the disk until a row is asked for.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ownloop_vision.qwen_images import file_bytes
+from rl.checks import check_types, named_function
+from rl.data.rows import load_table, python_order, split, stream
+from rl.envs.procedural import TextProblem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRows:
+    """Answer a question about one image or several. Reward 1 for exactly the answer, or what `reward` returns."""
+
+    dataset: str
+    """`ORG/NAME` of the Hub, a folder that `datasets` can load, or a file (.parquet, .jsonl, .json, .csv)."""
+    answer_column: str
+    """Text, or a class label, which becomes its name."""
+    image_column: str = "image"
+    """An image, or a list of them: what `datasets` makes of images, paths (from the file's folder on) or data URLs."""
+    question_column: str = ""
+    """The column of questions; empty if all rows ask `question`."""
+    question: str = ""
+    """What every row asks, if there is no column of questions."""
+    reward: str = ""
+    """`"module:function"`, called with the answer and the completion; empty for 1 if they are equal, and else 0."""
+    split: str = "train"
+    """The part of the data set. A tenth of it is held out."""
+    subset: str | None = None
+    """The configuration of a data set of the Hub."""
+    revision: str | None = None
+    """A commit, branch or tag of a data set of the Hub."""
+
+    def __post_init__(self) -> None:
+        """Reads the data set. Raises ValueError naming the field, the value and what is accepted."""
+        check_types(self)
+        if bool(self.question) == bool(self.question_column):
+            raise ValueError(
+                f"ImageRows.question is {self.question!r} and question_column {self.question_column!r}; one of them "
+                "must be given"
+            )
+        self._score("")
+        rows = self._rows()
+        if not rows.train or not rows.held_out:
+            raise ValueError(
+                f"ImageRows.dataset {self.dataset!r} has {len(rows.train)} training and {len(rows.held_out)} held-out "
+                "rows; both need at least one (about a tenth is held out)"
+            )
+
+    @property
+    def name(self) -> str:
+        """The data set's name without its extension."""
+        return Path(self.dataset).stem
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The model's own end token is enough."""
+        return ()
+
+    def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
+        """See `rl.protocols.Env`. Every epoch has every row once, in an order of its own."""
+        rows = self._rows()
+        return [self._problem(rows, number) for number in stream(rows.train, python_order, seed, start, count)]
+
+    def eval_problems(self, count: int) -> list[TextProblem]:
+        """The first held-out rows. Raises ValueError if there are fewer."""
+        rows = self._rows()
+        if count > len(rows.held_out):
+            raise ValueError(f"num_eval is {count}, but {self.dataset} has only {len(rows.held_out)} held-out rows")
+        return [self._problem(rows, number) for number in rows.held_out[:count]]
+
+    def _problem(self, rows: "_Rows", number: int) -> TextProblem:
+        question, answer, images = rows.read(number)
+        parts = [{"type": "image", "image": image} for image in images]
+        return TextProblem(
+            id=rows.ids[number],
+            prompt=[{"role": "user", "content": [*parts, {"type": "text", "text": question}]}],
+            score=self._score(answer),
+            answer=answer,
+        )
+
+    def _score(self, answer: str) -> Callable[[str], float]:
+        if not self.reward:
+            return functools.partial(_exact, answer)
+        return functools.partial(named_function("ImageRows.reward", self.reward), answer)
+
+    def _rows(self) -> "_Rows":
+        columns = (self.image_column, self.question_column, self.answer_column)
+        return _read(self.dataset, columns, self.question, self.split, self.subset, self.revision)
+
+
+class _Rows:
+    """A table of `datasets`, whose images are not decoded."""
+
+    def __init__(self, table: Any, folder: Path, columns: tuple[str, str, str], question: str) -> None:
+        self._table, self._folder, self._question = table, folder, question
+        self._images, self._questions, self._answers = columns
+        self.ids = [_id(*self.read(number)) for number in range(len(table))]
+        self.train, self.held_out = split(range(len(table)), self.ids.__getitem__)
+
+    def read(self, number: int) -> tuple[str, str, list[bytes]]:
+        """Question, answer and files of images of a row. Raises ValueError for an image that cannot be read."""
+        row: Mapping[str, Any] = self._table[number]
+        answer: Any = row[self._answers]
+        names = getattr(self._table.features[self._answers], "names", None)
+        question = str(row[self._questions]) if self._questions else self._question
+        found: Any = row[self._images]
+        images: Sequence[Any] = found if isinstance(found, list) else [found]
+        return question, str(names[answer] if names else answer), [file_bytes(self._located(each)) for each in images]
+
+    def _located(self, image: Any) -> Any:
+        """A path from the file's folder on."""
+        is_path = isinstance(image, str) and not image.startswith("data:") and "://" not in image[:16]
+        return self._folder / image if is_path else image
+
+
+@functools.lru_cache(maxsize=4)  # a loop asks for problems at every step
+def _read(
+    dataset: str,
+    columns: tuple[str, str, str],
+    question: str,
+    split_name: str,
+    subset: str | None,
+    revision: str | None,
+) -> _Rows:
+    import datasets  # importing it takes a second, which `--help` should not
+
+    table = load_table(dataset, split=split_name, subset=subset, revision=revision, field="ImageRows.dataset")
+    for column in filter(None, columns):
+        if column not in table.column_names:
+            raise ValueError(
+                f"ImageRows.dataset is {dataset!r}, which has no column {column!r}; it has the columns "
+                f"{', '.join(map(repr, table.column_names))}"
+            )
+    kind = table.features[columns[0]]
+    if isinstance(kind, datasets.Image):
+        table = table.cast_column(columns[0], datasets.Image(decode=False))
+    elif isinstance(getattr(kind, "feature", None), datasets.Image):
+        table = table.cast_column(columns[0], datasets.List(datasets.Image(decode=False)))
+    return _Rows(table, Path(dataset).expanduser().parent, columns, question)
+
+
+def _id(question: str, answer: str, images: Sequence[bytes]) -> str:
+    digest = hashlib.blake2b(f"{question}\n{answer}".encode(), digest_size=12)
+    for image in images:
+        digest.update(image)
+    return digest.hexdigest()
+
+
+def _exact(answer: str, completion: str) -> float:
+    return float(completion.strip() == answer)
