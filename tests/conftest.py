@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -17,10 +16,6 @@ from tests.suite import LEFT_OUT, LeftOut, end_tasks
 
 # Before any test module imports transformers, which reads it once: models come from disk, never from a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
-
-# The key that signs recipes is not the user's own.
-_STATE = tempfile.TemporaryDirectory(prefix="ownloop-state-")
-os.environ["XDG_STATE_HOME"] = _STATE.name
 
 # Whoever runs the tests in the background, or under nohup, has these ignored; the processes of tests need them.
 for _signal in (signal.SIGINT, signal.SIGHUP):

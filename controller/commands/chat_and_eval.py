@@ -227,7 +227,7 @@ async def model_of(
     exported = run / "exports" / checkpoint.name
     if not (exported / "config.json").is_file():
         exported = exported if keep else scratch / "model"
-        config = resumed_configuration(run, [], trust=options.trust)
+        config = resumed_configuration(run, [])
         say(f"loading {checkpoint}")
         await export_checkpoint(config, checkpoint, exported, scratch / "logs", say)
     return str(exported)

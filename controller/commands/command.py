@@ -30,7 +30,6 @@ from tyro.conf import AvoidSubcommands, DisallowNone, FlagCreatePairsOff, Positi
 
 from controller.commands.command_line import HELP, CommandEndedError
 from rl.checks import did_you_mean
-from rl.system.secret_fields import hide_in_text
 
 if TYPE_CHECKING:
     from tyro.constructors import ConstructorRegistry
@@ -57,8 +56,6 @@ class OfCheckpoint(OfRuns):
 
     step: int | None = None
     """The checkpoint's step. The default is the newest."""
-    trust: bool = False
-    """Execute the run's recipe even if no run of yours wrote it."""
 
 
 def folder_named(runs: Path, name: str) -> Path:
@@ -173,7 +170,7 @@ def from_words(
     except SystemExit as stop:
         if stop.code in (0, None):
             raise CommandEndedError(0, output.getvalue().replace("\n\n\n", "\n\n")) from None
-        raise ValueError(hide_in_text(_first_message(errors.getvalue() + output.getvalue()))) from None
+        raise ValueError(_first_message(errors.getvalue() + output.getvalue())) from None
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ def run_command(arguments: Sequence[str]) -> int:
             return FAILED
         if "home directory" not in str(error):  # of Path.home
             raise
-        print("error: this user has no home directory, for a cache and a key; set HOME", file=sys.stderr)
+        print("error: this user has no home directory, for a cache; set HOME", file=sys.stderr)
         return USAGE
     except OSError as error:
         if error.filename is None:  # not of a file or a folder that the caller named

@@ -53,7 +53,7 @@ class Export(OfCheckpoint, TakesFields):
         checkpoint = checkpoint_of(run, self.step)
         directory = self.to or run / "exports" / checkpoint.name
         with CapturedOutput() as output, tempfile.TemporaryDirectory(prefix="ownloop-export-") as scratch:
-            config = resumed_configuration(run, self.fields, trust=self.trust)
+            config = resumed_configuration(run, self.fields)
             try:
                 logs = logs_of_export(run, output)
             except OSError:  # with --to, the run may be another user's, or on a disk that is read-only

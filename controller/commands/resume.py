@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.commands.recipes import load_recipe, override
-from controller.commands.saved_recipe import RECIPE_FILE, check_own, saved_recipe, signed
+from controller.commands.saved_recipe import RECIPE_FILE, saved_recipe
 from controller.handles.offline import OfflineGeneratorConfig
 from controller.runs.folder import (
     CONFIG_FILE,
@@ -40,7 +40,6 @@ from generator.config import GeneratorConfig
 from rl.protocols import best_reward_of
 from rl.rollouts.tokenizer import load_tokenizer, text_of
 from rl.system.disk import RecordingError, write_whole
-from rl.system.secret_fields import hide_secrets
 from rl.types import Group
 
 CHANGEABLE = (
@@ -61,18 +60,15 @@ _MAX_DIFFERENT = 0.1  # of them: decoders disagree on characters that were cut i
 _NEEDED = ("model", "env", "generator", "prompts_per_step", "num_steps")
 
 
-def resumed_configuration(folder: Path, options: Sequence[str], *, trust: bool = False) -> Any:
+def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
     """The configuration of the run in `folder`, with further options. Executes the saved recipe.
 
     Secrets come from the recipe and may be new ones.
 
-    Raises ValueError for a recipe that no run of this user wrote, unless `trust` is set, for an option that would
-    change steps already done, for a recipe that no longer returns the recorded configuration, and for a folder of
-    another schema version.
+    Raises ValueError for an option that would change steps already done, for a recipe that no longer returns the
+    recorded configuration, and for a folder of another schema version.
     """
     recipe, name = saved_recipe(folder), f"ownloop run --resume {folder}"
-    if not trust:
-        check_own(recipe, folder / RECIPE_FILE)
     config = load_recipe(Path(recipe["file"]), recipe["source"])
     for earlier in recipe["options"]:
         config = override(config, earlier, name)
@@ -81,7 +77,7 @@ def resumed_configuration(folder: Path, options: Sequence[str], *, trust: bool =
     if recipe.get("replay"):
         config, resumed = (replayed(made, Path(recipe["replay"])) for made in (config, resumed))
     recorded = read_json(folder / CONFIG_FILE)
-    as_begun, as_resumed = (hide_secrets(to_json(made)) for made in (config, resumed))
+    as_begun, as_resumed = (to_json(made) for made in (config, resumed))
     changed = {
         field: (before, after)
         for field, (before, after) in differences(recorded, as_begun).items()
@@ -163,14 +159,12 @@ def _words(changed: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{field} was {before!r} and is now {after!r}" for field, (before, after) in changed.items())
 
 
-def forked_configuration(parent: Path, options: Sequence[str], tell: Tell, *, trust: bool = False) -> Any:
+def forked_configuration(parent: Path, options: Sequence[str], tell: Tell) -> Any:
     """The configuration of the run in `parent`, with these options. Executes its saved recipe.
 
-    Raises ValueError for a recipe that no run of this user wrote, unless `trust` is set, and as `override` does.
+    Raises ValueError as `override` does.
     """
     recipe, name = saved_recipe(parent), f"ownloop run --fork {parent}"
-    if not trust:
-        check_own(recipe, parent / RECIPE_FILE)
     config = load_recipe(Path(recipe["file"]), recipe["source"])
     for earlier in recipe["options"]:
         config = override(config, earlier, name)
@@ -200,7 +194,7 @@ def forked_folder(path: Path, config: Any, parent: Path, checkpoint: Path, optio
         for kind, step, file in recorded_files(parent / ROLLOUTS):
             if step <= lengths.get(f"{ROLLOUTS}/{kind}", -1):
                 _link(file, folder.rollouts / file.name)
-        write_json(folder.path / RECIPE_FILE, signed(added), private=True)
+        write_json(folder.path / RECIPE_FILE, added, private=True)
         write_json(folder.path / PARENT_FILE, {"run": parent.absolute(), "step": loop["step"]})
         # The checkpoint comes last, and under its name only once it is whole.
         partial = folder.checkpoints / f".{checkpoint.name}"

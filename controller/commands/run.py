@@ -20,7 +20,6 @@ from controller.commands.command_line import FAILED, USAGE
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
 from controller.commands.recipes import check_hardware, find_recipe, runnable_configuration
-from rl.system.secret_fields import hide_in_text
 
 if TYPE_CHECKING:
     from controller.runs import Loop, RunFolder
@@ -49,8 +48,6 @@ class Run(OfRuns, TakesFields):
     """With --fork: the checkpoint's step. The default is the newest."""
     profile_steps: str = ""
     """Short for --trainer.profile-steps: steps that torch's profiler records, such as 3:5."""
-    trust: bool = False
-    """With --resume or --fork: execute the folder's recipe even if no run of yours wrote it."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for arguments that exclude each other, and if there is nothing to run."""
@@ -61,7 +58,7 @@ class Run(OfRuns, TakesFields):
         if not self.resume and not self.fork:
             if self.recipe is None:
                 raise ValueError("RECIPE is missing: a name that `ownloop list` shows, or a Python file's path")
-            wrong = {"--at": self.at is not None, "--trust": self.trust}
+            wrong = {"--at": self.at is not None}
             reason = "is for --resume and --fork; a recipe is run from its beginning"
         elif self.recipe is not None:
             raise ValueError(f"unexpected argument {self.recipe}")
@@ -115,7 +112,7 @@ class Run(OfRuns, TakesFields):
 
         parent = find_run(run, self.runs)
         checkpoint = checkpoint_of(parent, self.at)
-        config = forked_configuration(parent, self.fields, output.say, trust=self.trust)
+        config = forked_configuration(parent, self.fields, output.say)
         check_hardware(Path(saved_recipe(parent)["file"]), config)
         loop = _loop(config)
         now = time.strftime("%Y%m%d-%H%M%S")
@@ -137,7 +134,7 @@ class Run(OfRuns, TakesFields):
 
         path = find_run(run, self.runs)
         check_has_checkpoint(path)
-        config = resumed_configuration(path, self.fields, trust=self.trust)
+        config = resumed_configuration(path, self.fields)
         if is_finished(path) and getattr(config, "num_steps", None) == read_json(path / CONFIG_FILE).get("num_steps"):
             print(f"{path} is finished; --num-steps N continues it", file=output.terminal)
             return 0
@@ -146,7 +143,7 @@ class Run(OfRuns, TakesFields):
         output.say(f"resuming with the recipe in {path / RECIPE_FILE}")
         loop = _loop(config)
         folder = RunFolder(path, config, resume=True)
-        add_options(folder.path, self.fields, trust=self.trust)
+        add_options(folder.path, self.fields)
         return _until_the_end(loop, config, folder, output)
 
 
@@ -216,7 +213,7 @@ def _unwritten(folder: "RunFolder", *, finished: bool) -> Exception | None:
 def _explain(error: BaseException, folder: "RunFolder", output: CapturedOutput) -> int:
     """Says in short what ended the run; the traceback is in the log. Returns the exit status."""
     if isinstance(error, ValueError) and (folder.resumed or not folder.metrics()):
-        print(f"error: {hide_in_text(str(error))}", file=output.errors)
+        print(f"error: {error}", file=output.errors)
         if folder.resumed or any(log.name != _LOG for log in folder.logs.iterdir()):
             print(f"details in {folder.logs}", file=output.errors)  # processes were started, and may say more
         else:
@@ -224,7 +221,7 @@ def _explain(error: BaseException, folder: "RunFolder", output: CapturedOutput) 
         return USAGE
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    print(f"error: {type(error).__name__}: {hide_in_text(str(error))}{where}", file=output.errors)
+    print(f"error: {type(error).__name__}: {error}{where}", file=output.errors)
     print(f"saved: {_saved(folder)}\ndetails in {folder.logs / _LOG}", file=output.errors)
     return FAILED
 

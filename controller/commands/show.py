@@ -80,13 +80,11 @@ class Show(OfRuns, TakesFields):
 
     def run(self) -> int:
         """Prints the configuration without its secrets, as a run would record it; or the rollouts."""
-        from rl.system.secret_fields import hide_secrets
-
         run = _run_folder(self.recipe, self.runs)
         with CapturedOutput() as output:
             if run is None:
                 config = configuration(self.recipe, self.fields, "show")
-                print(json.dumps(hide_secrets(to_json(config)), indent=2), file=output.terminal)
+                print(json.dumps(to_json(config), indent=2), file=output.terminal)
                 return 0
             if self.fields:
                 raise ValueError(f"unexpected argument {self.fields[0]}")

@@ -45,7 +45,6 @@ from controller.runs.recording import (
     write_rollouts,
 )
 from rl.system.disk import RecordingError, append_line, drop_unfinished_line, read_json, sync_file, to_json, write_json
-from rl.system.secret_fields import hide_secrets
 from rl.system.timeline import wall_time
 from rl.types import Group
 
@@ -106,7 +105,7 @@ class RunFolder:
                 )
             self._lock = _locked(self.path / ".lock")  # released with this object or its process
             drop_unfinished_line(self.metrics_file)  # of a process that was killed while it wrote
-            write_json(self.path / CONFIG_FILE, hide_secrets(to_json(config)))
+            write_json(self.path / CONFIG_FILE, to_json(config))
             self.began = _begin(self.path, began or datetime.now())
             """When the run began, in local time. A resumed run began when it was first started."""
         except BlockingIOError:

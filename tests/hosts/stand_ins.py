@@ -26,7 +26,6 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> No
         (folder / name).chmod(0o755)
     monkeypatch.setenv("STAND_INS", str(folder))
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
 
 
 def free_ports(count: int = 10) -> int:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from controller.runs.folder import RunFolder
 from rl.checks import check_known, how_to_install
 from rl.system.disk import to_json
-from rl.system.secret_fields import hide_secrets
 from rl.types import Datum, ForwardBackwardOutput, Group
 
 NUM_SAMPLES = 8
@@ -92,7 +91,7 @@ class RunLoggers:
 
     def __init__(self, names: Sequence[str], folder: RunFolder, config: object, warn: Callable[[str], None]) -> None:
         """Raises ValueError if a logger cannot begin. `warn` is called with a sentence if one fails later."""
-        shown = hide_secrets(to_json(config)) if names else {}
+        shown = to_json(config) if names else {}
         self._folder = folder
         self._others = {name: _find(name)(folder.path, shown) for name in names}
         self._warn = warn

@@ -63,7 +63,7 @@ def test_a_user_without_a_home_directory_is_told(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", dict[int, Any]().__getitem__)
     assert run_command(["model", "smollm2-135m-instruct"]) == 2
-    assert "no home directory, for a cache and a key; set HOME" in capsys.readouterr().err
+    assert "no home directory, for a cache; set HOME" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])

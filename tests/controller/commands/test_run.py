@@ -218,13 +218,12 @@ def test_a_finished_run_is_not_begun_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     assert ownloop(tmp_path, "run", str(RECIPE), "--name", "a").returncode == 0
     add_checkpoint(tmp_path / "runs" / "a")
     assert "finished" in listed(capfd)
     before = contents(tmp_path / "runs")
     with pytest.raises(SystemExit) as stop:
-        main(["run", "--resume", "a", "--trust"])
+        main(["run", "--resume", "a"])
     assert (stop.value.code, capfd.readouterr().out) == (0, "runs/a is finished; --num-steps N continues it\n")
     assert contents(tmp_path / "runs") == before
     RunFolder(tmp_path / "runs" / "a", {"num_steps": 3}, resume=True).close()
