@@ -31,9 +31,9 @@ from rl.rollouts.columns import read_groups
 from rl.system.disk import read_json, to_json, write_json
 from rl.types import Group
 
-_MAX_SKIPS_IN_A_ROW = 3  # a single one may be a bad batch
-_MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW = 10  # of a run whose problems have become too easy or too hard
-_SAVE_AFTER_FAILURE_S = 120.0  # shorter than most people wait after a failure
+_MAX_SKIPS_IN_A_ROW = 3
+_MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW = 10
+_SAVE_AFTER_FAILURE_S = 120.0
 _ADVICE = (
     " A larger group_size or more prompts_per_step finds differences that are rare; an environment that is always or "
     "never solved needs other problems."
@@ -99,12 +99,12 @@ class Checkpoints:
         await asyncio.gather(*(trainer.load_checkpoint(path / name) for name, trainer in self._trainers.items()))
         if moved := self.folder.cut_back(loop["lengths"]):
             self._log.phase(f"what was recorded after it is kept in {moved}")
-        self._log.resume()  # counts of failures come from the rows that stayed
+        self._log.resume()
         self._end_if_solved(loop["step"])
         # A run that was ended because of these counts may try as often again.
         self._log.skipped_in_a_row %= _MAX_SKIPS_IN_A_ROW
         self._log.without_signal_in_a_row %= _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW
-        self._prune(self._keep)  # a crash may have left one too many
+        self._prune(self._keep)
         groups = {name: read_groups(path / f"{name}.parquet") for name in loop["groups"]}
         self.values, self.last_step = {**loop["values"], **groups}, loop["step"]
         return self.last_step + 1
@@ -126,7 +126,7 @@ class Checkpoints:
         self._versions, self.last_step = None, step
         self._versions = await self._policy_versions()
         await self.folder.room()
-        self._end_if_solved(step)  # before a reason to stop: solved is no failure
+        self._end_if_solved(step)
         why_stop = None if self.solved else self._why_stop(step)
         if why_stop is not None or self.saves_after(step):
             await self._save(self._finished, asynchronous=why_stop is None)
@@ -169,7 +169,7 @@ class Checkpoints:
         finished = self._finished
         if finished is None or not self._every:
             return
-        with contextlib.suppress(Exception):  # the failure itself is what the user must see
+        with contextlib.suppress(Exception):
             async with asyncio.timeout(_SAVE_AFTER_FAILURE_S):
                 if await self._save_unless_changed(finished) is None:
                     self._say(f"saved step {finished.step}")
@@ -195,7 +195,7 @@ class Checkpoints:
 
     async def _save(self, finished: _FinishedStep, *, asynchronous: bool) -> None:
         await self._wait_for_saves()  # the checkpoint before this one must be complete before an older one is deleted
-        self._prune(max(self._keep - 1, 1))  # at least the newest one stays whole
+        self._prune(max(self._keep - 1, 1))
         path = self.folder.checkpoint_path(finished.step)
         path.mkdir(parents=True, exist_ok=True)
         await self._write_loop_file(path, finished)

@@ -81,14 +81,14 @@ class Console:
             now, (then, before) = time.monotonic(), self._shown_at
             if text != before or now >= then + self._seconds_between:
                 self._shown_at = now, text
-                if done:  # nothing done is nothing to show
+                if done:
                     self._print(Text(f"[{self._clock()}] {text}: {_count(done, total)}"))
             return
-        if self._part is not None and (done == total or text != self._shown_at[1]):  # other work has another bar
+        if self._part is not None and (done == total or text != self._shown_at[1]):
             self._progress.remove_task(self._part)
             self._part = None
         self._shown_at = 0.0, text
-        if done == total:  # done: the bar goes
+        if done == total:
             if not self._stepped:
                 self._show("before the first step")
             return
@@ -128,7 +128,7 @@ class Console:
     def samples(self, groups: Sequence[Group]) -> None:
         """Shows the first rollout of each group: prompt, completion, reward."""
         for number, group in enumerate(groups, start=1):
-            if not group.rollouts:  # all of its rollouts failed
+            if not group.rollouts:
                 continue
             rollout = group.rollouts[0]
             self._print(Text(f"sample {number}, reward {rollout.reward:.2f}", style="bold"))
@@ -201,7 +201,7 @@ def step_line(metrics: Mapping[str, float], total_steps: int, width: int | None 
     texts = {word: f"{word} {_number(value, '.1f')}" for word, value in seconds}
     room -= len(" (")
     shown: set[str] = set()
-    for word, _ in sorted(seconds, key=lambda phase: -phase[1]):  # the longest first
+    for word, _ in sorted(seconds, key=lambda phase: -phase[1]):
         if len(texts[word]) + 1 <= room:  # and a blank or the bracket at the end
             shown.add(word)
             room -= len(texts[word]) + 1
@@ -231,7 +231,7 @@ def _step_parts(metrics: Mapping[str, float]) -> dict[str, Text]:
         if name in metrics:
             value = metrics[name]
             parts[label] = Text(f"  {label} ")
-            parts[label].append(_number(value, form), style="" if math.isfinite(value) else "bold red")  # NaN in red
+            parts[label].append(_number(value, form), style="" if math.isfinite(value) else "bold red")
     names = (f"{side}_tokens_per_s" for side in ("generation", "training"))
     if rates := [_number(metrics[name], ".0f") for name in names if name in metrics]:
         parts["rates"] = Text(f"  tok/s {'/'.join(rates)}")
@@ -252,6 +252,6 @@ def _number(value: float, form: str) -> str:
 def _indent(label: str, text: str) -> str:
     """`text` after a label, with later lines aligned to the first. A very long text is cut off."""
     text = text.strip()
-    if len(text) > _MAX_SAMPLE_CHARACTERS:  # a long answer would push the step away
+    if len(text) > _MAX_SAMPLE_CHARACTERS:
         text = text[:_MAX_SAMPLE_CHARACTERS] + " ..."
     return "  " + label + text.replace("\n", "\n  " + " " * len(label))

@@ -86,7 +86,7 @@ class RunFolder:
         self.path = path.absolute()
         self.resumed = resume
         """Whether the run began earlier, so that its loop continues after its last checkpoint."""
-        is_run = (self.path / CONFIG_FILE).is_file() and self.logs.is_dir()  # before anything is made
+        is_run = (self.path / CONFIG_FILE).is_file() and self.logs.is_dir()
         _check_free_to_use(self.path, is_run=is_run, resume=resume)
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.command = ""
@@ -94,7 +94,7 @@ class RunFolder:
         self.loop_end = LoopEnd()
         self.saving = False
         """Whether the run was stopped and its last finished step is being saved."""
-        self._writer = BackgroundWriter()  # its thread starts with the first write
+        self._writer = BackgroundWriter()
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.path).free
@@ -104,7 +104,7 @@ class RunFolder:
                     f"run folder {path}: {free >> 20} MiB are free there; a run needs {min_free_bytes >> 20}"
                 )
             self._lock = _locked(self.path / ".lock")  # released with this object or its process
-            drop_unfinished_line(self.metrics_file)  # of a process that was killed while it wrote
+            drop_unfinished_line(self.metrics_file)
             write_json(self.path / CONFIG_FILE, to_json(config))
             self.began = _begin(self.path, began or datetime.now())
             """When the run began, in local time. A resumed run began when it was first started."""
@@ -150,7 +150,7 @@ class RunFolder:
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Appends the metrics of a step or an evaluation. Raises `RecordingError` for any earlier write that failed."""
-        self._writer.check()  # a failed write ends the run here
+        self._writer.check()
         append_line(self.metrics_file, to_json({**metrics, "time": wall_time(), "schema_version": SCHEMA_VERSION}))
 
     def log_rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
@@ -158,7 +158,7 @@ class RunFolder:
 
         Raises `RecordingError` if an earlier write failed.
         """
-        directory, groups = self.rollouts, tuple(groups)  # a copy: the loop may change its list
+        directory, groups = self.rollouts, tuple(groups)
         self.in_background(lambda: write_rollouts(free_file(directory, step, split), groups, step=step, split=split))
         kind = f"{ROLLOUTS}/{kind_of(split)}"
         self._recorded[kind] = max(step, self._recorded.get(kind, step))
@@ -172,7 +172,7 @@ class RunFolder:
 
     def mark_finished(self) -> None:
         """Records that the run has come to its end, after everything handed over before is written."""
-        num_steps = read_json(self.path / CONFIG_FILE).get("num_steps")  # a later run may ask for more steps
+        num_steps = read_json(self.path / CONFIG_FILE).get("num_steps")
         self.in_background(partial(write_json, self.path / FINISHED_FILE, {"num_steps": num_steps}))
 
     async def room(self) -> None:
@@ -181,7 +181,7 @@ class RunFolder:
 
     async def sync(self) -> None:
         """Returns once everything logged so far is on the disk. Raises the error of earlier work."""
-        self._writer.submit(partial(sync_file, self.metrics_file))  # after all lines before it
+        self._writer.submit(partial(sync_file, self.metrics_file))
         await self._writer.flush()
 
     def flush(self) -> None:
@@ -209,7 +209,7 @@ class RunFolder:
         ValueError if a file is shorter than it was, so that it was changed from outside.
         """
         self._writer.finish()
-        into = free_folder(self.path / CUT_OFF)  # named after the time
+        into = free_folder(self.path / CUT_OFF)
         cut_lines(self.metrics_file, lengths.get(METRICS, 0), into)
         cut_recordings(self.rollouts, lengths, into)
         self._recorded = last_steps(self.rollouts)
@@ -233,7 +233,7 @@ class RunFolder:
         For a new run that is refused before its first step. A folder that was there, and empty, is left so.
         """
         self._writer.finish()
-        for path in self.path.iterdir():  # the folder itself may have been there before
+        for path in self.path.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         _remove_empty(self._made)
 
@@ -275,7 +275,7 @@ class LoopEnd:
 
     def has_come(self) -> None:
         """Calls the methods, in order."""
-        methods, self._methods = self._methods, []  # first, so that no method is called twice
+        methods, self._methods = self._methods, []
         for weak in methods:
             if (method := weak()) is not None:
                 method()
@@ -311,7 +311,7 @@ def complete_checkpoints(directory: Path) -> list[Path]:
         loop = read_json(file)
         if not isinstance(loop.get("step"), int) or not isinstance(loop.get("trainers"), list):
             raise ValueError(f"{file} is damaged: it lacks 'step' or 'trainers'")
-        if all((file.parent / name).is_dir() for name in loop["trainers"]):  # its ranks make these folders last
+        if all((file.parent / name).is_dir() for name in loop["trainers"]):
             steps[file.parent] = loop["step"]
     return sorted(steps, key=lambda path: steps[path])
 
@@ -339,7 +339,7 @@ def is_finished(run: Path) -> bool:
     if not (run / FINISHED_FILE).is_file():
         return False
     num_steps = read_json(run / CONFIG_FILE).get("num_steps")
-    return read_json(run / FINISHED_FILE).get("num_steps") == num_steps  # a run that was extended is not finished
+    return read_json(run / FINISHED_FILE).get("num_steps") == num_steps
 
 
 def is_running(run: Path) -> bool:
@@ -395,5 +395,5 @@ def _check_free_to_use(path: Path, *, is_run: bool, resume: bool) -> None:
 def _remove_empty(folders: Sequence[Path]) -> None:
     """Removes the folders that are empty. Another run in the same place may have begun in the meantime."""
     for folder in folders:
-        with contextlib.suppress(OSError):  # not empty, or gone
+        with contextlib.suppress(OSError):
             folder.rmdir()

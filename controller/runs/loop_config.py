@@ -94,14 +94,14 @@ class LoopConfig:
         check_above_zero(restart_window_minutes=self.restart_window_minutes)
         check_between(0, MAX_RUN_SEED, seed=self.seed)  # the seeds of rollouts follow from it
         check_loggers(self.log)
-        self.trainer.check_optimizer(self.optim(self.learning_rate))  # an engine may lack this kind of step
+        self.trainer.check_optimizer(self.optim(self.learning_rate))
         if self.lora is None and self.trainer.lora is not None:
             raise ValueError("trainer.lora is set and lora is None; set `lora`, which trainer and generator follow")
         if self.trainer.frozen:
             raise ValueError("trainer.frozen is True; a loop trains this trainer, so it must be False")
         if int((profiled := self.trainer.profile_steps).partition(":")[0] or 0) > self.num_steps:
             raise ValueError(f"trainer.profile_steps is {profiled!r}; the run has {self.num_steps} steps (num_steps)")
-        self._set("trainer", replace(self.trainer, lora=self.lora))  # both sides follow the one field
+        self._set("trainer", replace(self.trainer, lora=self.lora))
 
     def _set(self, name: str, value: object) -> None:
         """Sets a field of this frozen instance while it is made."""
@@ -199,7 +199,7 @@ class RolloutLoopConfig(LoopConfig):
             1, prompts_per_step=self.prompts_per_step, group_size=self.group_size, eval_samples=self.eval_samples
         )
         for name in self.held_out:
-            if not name.isidentifier():  # it becomes a part of metric names
+            if not name.isidentifier():
                 raise ValueError(f"held_out has {name!r}; a name must have letters, digits and underscores alone")
         if self.env_time_limit_s is not None:
             check_above_zero(env_time_limit_s=self.env_time_limit_s)
@@ -230,7 +230,7 @@ class GroupLoopConfig(RolloutLoopConfig):
     def __post_init__(self) -> None:
         """Raises ValueError as the base does."""
         RolloutLoopConfig.__post_init__(self)
-        check_at_least(2, group_size=self.group_size)  # a lone rollout has nothing to be compared with
+        check_at_least(2, group_size=self.group_size)
         check_known("advantage", self.advantage, all_advantages())
         get_loss(self.loss, self.loss_config).check_inputs(self.loss_inputs)
 
@@ -245,7 +245,7 @@ def differences(before: Any, after: Any, prefix: str = "") -> dict[str, tuple[An
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         old, new = cast("Mapping[str, Any]", before), cast("Mapping[str, Any]", after)
         found: dict[str, tuple[Any, Any]] = {}
-        for key in [*old, *(key for key in new if key not in old)]:  # fields that only the newer one has come last
+        for key in [*old, *(key for key in new if key not in old)]:
             found |= differences(old.get(key, ABSENT), new.get(key, ABSENT), f"{prefix}.{key}" if prefix else key)
         return found
     return {} if before == after else {prefix: (before, after)}

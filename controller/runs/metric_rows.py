@@ -22,17 +22,17 @@ def metric_rows(file: Path) -> Iterator[Row]:
     Numbers that were not finite are NaN. Raises ValueError, naming the file and the line, for a line that is no row,
     and for a run of another schema.
     """
-    if not file.exists():  # a run that has not begun
+    if not file.exists():
         return
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if line.endswith(b"\n"):  # the last line may still be written
+            if line.endswith(b"\n"):
                 try:
                     row = dict[str, float | None](json.loads(line))
                 except (ValueError, TypeError) as error:
                     raise ValueError(f"{file}, line {number}, is damaged: {error}") from None
                 check_schema(row, file.parent)
-                row.pop("schema_version")  # the same in each row
+                row.pop("schema_version")
                 # The parser makes each name anew for each row, which would be most of a row's memory.
                 yield {sys.intern(name): math.nan if value is None else value for name, value in row.items()}
 

@@ -49,7 +49,7 @@ def resolve_model(name_or_path: str | Path, tell: Tell = _silent) -> Path:
             f"model {name!r} is neither a local directory nor a known name{did_you_mean(name, _BUILDERS)}; "
             "a local directory of a language model works by its path, and one on the Hugging Face Hub as ORG/NAME"
         )
-    target = cache_directory() / "models" / name  # known names are built, not fetched
+    target = cache_directory() / "models" / name
     with _exclusive(target):
         if not target.is_dir():
             tell(f"converting {name}, once")
@@ -102,14 +102,14 @@ def _exclusive(target: Path) -> Generator[None]:
         raise ValueError(
             f"cannot write to the cache {target.parent}: {error.strerror}; OWNLOOP_CACHE names another directory"
         ) from error
-    with lock:  # held by the process, so a crash frees it
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _build(target: Path, builder: Callable[[Path], None]) -> None:
     """Has `builder` fill a temporary directory, and renames that to `target` once it holds a complete model."""
-    for leftover in target.parent.glob(f".{target.name}.*"):  # of a process that was killed
+    for leftover in target.parent.glob(f".{target.name}.*"):
         shutil.rmtree(leftover)
     from safetensors import SafetensorError
 
@@ -159,7 +159,7 @@ def _build_smollm2(directory: Path) -> None:
     )
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(config)
-    model.load_state_dict(quantised.state_dict(), assign=True)  # the same tensors, not copies
+    model.load_state_dict(quantised.state_dict(), assign=True)
     model.tie_weights()
     model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(
@@ -169,7 +169,7 @@ def _build_smollm2(directory: Path) -> None:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(package, gguf_file=gguf)
     _split_digits(tokenizer)
-    tokenizer.model_max_length = config.max_position_embeddings  # the file does not say
+    tokenizer.model_max_length = config.max_position_embeddings
     tokenizer.save_pretrained(directory)
 
 
@@ -228,7 +228,7 @@ def fetch(model: HubName, tell: Tell = _silent, *, as_published: bool = False, w
     check_architecture(directory, as_published=as_published)
     if not weights:
         return directory
-    pinned = HubName(repository=model.repository, revision=directory.name)  # further files of the same commit
+    pinned = HubName(repository=model.repository, revision=directory.name)
     _download(pinned, [SINGLE_FILE, f"{TEMPLATES_FOLDER}/*.jinja"], tell)
     names = (SINGLE_FILE,)  # most models are one file
     if not (directory / SINGLE_FILE).is_file():  # with an index, vLLM would load other files
@@ -325,9 +325,9 @@ def _progress(model: HubName, tell: Callable[[str], None]) -> Any:
         """The bar that `snapshot_download` updates; only the one that counts bytes on disk speaks."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._speaks = str(kwargs.get("desc", "")).startswith("Reconstructing")  # files have bars of their own
+            self._speaks = str(kwargs.get("desc", "")).startswith("Reconstructing")
             self._told = -1.0
-            super().__init__(*args, **{**kwargs, "file": io.StringIO()})  # draws into nothing
+            super().__init__(*args, **{**kwargs, "file": io.StringIO()})
 
         def display(self, *args: Any, **kwargs: Any) -> Any:
             """In place of drawing."""

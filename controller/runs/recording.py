@@ -65,13 +65,13 @@ class BackgroundWriter:
         """
         self.check()
         if len(self._waiting) >= _MAX_SUBMITTED:
-            self._waiting[0].exception()  # blocks until the oldest is done
+            self._waiting[0].exception()
         self._waiting.append(self._executor.submit(self._do, work))
 
     def check(self) -> None:
         """Raises the error of earlier work, if there was one."""
         while self._waiting and self._waiting[0].done():
-            self._waiting.popleft()  # done: nothing to wait for
+            self._waiting.popleft()
         if self._error is not None:
             raise self._error
 
@@ -113,7 +113,7 @@ def write_rollouts(file: Path, groups: Sequence[Group], *, step: int | None = No
     for place, (name, value) in enumerate([("step", step), ("split", split)]):
         if value is not None:
             table = table.add_column(place, name, pa.repeat(value, table.num_rows))
-    if table.num_rows:  # a file without rows says nothing
+    if table.num_rows:
         write_whole(file, parquet_bytes(table))
 
 
@@ -143,7 +143,7 @@ def recorded_files(directory: Path, kind: str | None = None) -> list[tuple[str, 
 
 def recorded_steps(directory: Path, kind: str) -> NDArray[np.int64]:
     """The steps [N] with files of a kind, in order. Needs 8 bytes a step, so it suits runs of any length."""
-    return np.unique(np.fromiter((step for _, step, _, _ in _names(directory, kind)), np.int64))  # sorted, each once
+    return np.unique(np.fromiter((step for _, step, _, _ in _names(directory, kind)), np.int64))
 
 
 def _names(directory: Path, kind: str | None) -> Iterator[tuple[str, int, int, str]]:
@@ -157,7 +157,7 @@ def _names(directory: Path, kind: str | None) -> Iterator[tuple[str, int, int, s
 
 def last_steps(directory: Path) -> dict[str, int]:
     """rollouts/<kind> -> the last step recorded of that kind; reads names only."""
-    return {f"{directory.name}/{kind}": step for kind, step, _ in recorded_files(directory)}  # the last one wins
+    return {f"{directory.name}/{kind}": step for kind, step, _ in recorded_files(directory)}
 
 
 def free_folder(parent: Path) -> Path:
@@ -190,7 +190,7 @@ def cut_recordings(directory: Path, lengths: Mapping[str, int], into: Path) -> N
 
     Reads no file. Deletes the remains of files that a killed process was writing.
     """
-    for partial in directory.glob(".*.partial"):  # of a process that was killed while it wrote
+    for partial in directory.glob(".*.partial"):
         partial.unlink()
     for kind, step, file in recorded_files(directory):
         if step > lengths.get(f"{directory.name}/{kind}", -1):
@@ -249,11 +249,11 @@ class RecordedEnv:
         rollouts failed was not recorded; one without rollouts, at the end of the step, stands for it.
         Raises ValueError for a step after the last one.
         """
-        step, index = divmod(start, self._groups_per_step)  # as the stream counts problems
+        step, index = divmod(start, self._groups_per_step)
         if step >= self.num_steps:
             raise ValueError(f"the recording {self.file} ends with step {self.num_steps}; step {step + 1} is not there")
         groups = [unshaped(group) for group in self.steps.get(step + 1, ())]
-        groups += [_NOT_RECORDED] * (self._groups_per_step - len(groups))  # filled up, so that a step is whole
+        groups += [_NOT_RECORDED] * (self._groups_per_step - len(groups))
         return groups[index : index + count]
 
     def train_problems(self, seed: int, start: int, count: int) -> list[Problem]:
@@ -296,10 +296,10 @@ class RecordedSteps(Mapping[int, Sequence[Group]]):
                 self._files.setdefault(step, []).append(file)
         if not self._files and not path.exists():
             raise ValueError(f"the recording {path} cannot be read: {os.strerror(errno.ENOENT)}")
-        self._last: tuple[int, Sequence[Group]] = (-1, ())  # the step that was read last
+        self._last: tuple[int, Sequence[Group]] = (-1, ())
 
     def __getitem__(self, step: int) -> Sequence[Group]:
-        if self._last[0] != step:  # a loop asks for one step many times
+        if self._last[0] != step:
             self._last = (step, [group for file in self._files[step] for group in read_groups(file)])
         return self._last[1]
 

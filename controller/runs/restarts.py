@@ -51,8 +51,8 @@ async def _until_the_end(
             console.warn(f"{error.mesh} failed: {error.reason}")
             console.phase(f"restarting after the newest checkpoint ({limit})")
         finally:
-            folder.loop_end.has_come()  # before the processes of the next try start
-        folder.begin_again()  # also after the end: nothing reads it then
+            folder.loop_end.has_come()
+        folder.begin_again()
 
 
 class RestartLimit:
@@ -72,7 +72,7 @@ class RestartLimit:
     def allows_another(self) -> bool:
         """Whether the run may be restarted now; if so, the restart is counted."""
         now = self._clock()
-        while self._restarts and self._restarts[0] <= now - 60 * self._window_minutes:  # outside the window
+        while self._restarts and self._restarts[0] <= now - 60 * self._window_minutes:
             self._restarts.popleft()
         if len(self._restarts) >= self._at_most:
             return False

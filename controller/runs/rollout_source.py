@@ -33,7 +33,7 @@ class RolloutSource:
         self.renderer = Renderer(self.model, config.generator.max_model_len, date=date)
         self.sampling = _stopping(config.sampling, config.env)
         main = HeldOut(env=config.env, num_eval=config.num_eval, samples=config.eval_samples)
-        self._held_out = {"": main, **config.held_out}  # the main set has no name
+        self._held_out = {"": main, **config.held_out}
         self._held_out_problems = {name: each.env.eval_problems(each.num_eval) for name, each in self._held_out.items()}
         self.eval_problems = self._held_out_problems[""]
         """The held-out problems, always the same."""
@@ -54,7 +54,7 @@ class RolloutSource:
     async def sample_group(self, generator: Generator, number: int, num_samples: int) -> Group:
         """Group `number`, from 0, of the training stream: the same problem and seeds that `sample` gives it."""
         step, index = divmod(number, self._config.prompts_per_step)
-        seed = step_seed(self._config.seed, step + 1) + index * num_samples  # as `sample` would number it
+        seed = step_seed(self._config.seed, step + 1) + index * num_samples
         (group,) = await self._groups(generator, number, 1, num_samples, seed)
         return group
 
@@ -64,7 +64,7 @@ class RolloutSource:
         For loops that need a different number of problems at each step. Seeds follow from the run's seed and the
         problem's number.
         """
-        seed = step_seed(self._config.seed, 0) + start * num_samples  # step 0: these are of no step
+        seed = step_seed(self._config.seed, 0) + start * num_samples
         return await self._groups(generator, start, count, num_samples, seed)
 
     async def sample(self, generator: Generator, number: int, num_samples: int) -> list[Group]:
@@ -111,7 +111,7 @@ class RolloutSource:
 
 def _stopping(sampling: SamplingParams, env: Env) -> SamplingParams:
     """The sampling with the environment's stop strings: either's end an answer."""
-    return replace(sampling, stop=tuple(dict.fromkeys((*env.stop, *sampling.stop))))  # each once, in order
+    return replace(sampling, stop=tuple(dict.fromkeys((*env.stop, *sampling.stop))))
 
 
 def check_prompts_fit(

@@ -71,7 +71,7 @@ class StepLog:
         """Restores the counts of a resumed run from the metrics in its folder."""
         self.skipped_in_a_row = self.without_signal_in_a_row = self.solved_in_a_row = 0
         last_step = 0
-        for row in metric_rows(self.folder.metrics_file):  # counts follow from what was recorded
+        for row in metric_rows(self.folder.metrics_file):
             self._count(row)
             last_step = max(last_step, int(row["step"]))
         for observer in self._observers:
@@ -116,11 +116,11 @@ class StepLog:
                 "learning_rate": update.learning_rate,
                 "policy_version": float(update.policy_version),
                 "skipped": float(update.skipped),
-                **logprob_mismatch(batch, output),  # of the same tokens, scored by both
+                **logprob_mismatch(batch, output),
                 **({"generation_tokens_per_s": sampled_tokens / generation_s} if generation_s else {}),
                 "training_tokens_per_s": sum(len(datum.tokens) for datum in batch) / training_s,
                 **clock.metrics(),
-                **(metrics or {}),  # the loop's own come last
+                **(metrics or {}),
             },
         )
         for observer in self._observers:
@@ -155,7 +155,7 @@ class StepLog:
 
     def measurements(self, step: int, measurements: Mapping[str, Measurement]) -> None:
         """Records measurements on held-out data after a number of steps, the most telling first."""
-        self._first_measurements = {**measurements, **self._first_measurements}  # the first value of each name stays
+        self._first_measurements = {**measurements, **self._first_measurements}
         self._first_step = step if self._first_step is None else self._first_step
         self._last_measurements = measurements
         self._console.measurements(_label(step), measurements)
@@ -200,7 +200,7 @@ class StepLog:
         return f"{solved}{subject} {'; '.join(changes)} {took}." if changes else f"{solved}Finished {took}."
 
     def _write_step(self, step: int, groups: Sequence[Group], metrics: dict[str, float]) -> None:
-        row = {"step": float(step), **self._take_gauges(), **metrics}  # gauges of processes since the last row
+        row = {"step": float(step), **self._take_gauges(), **metrics}
         self._count(row)
         self._loggers.log_metrics(row)
         self._loggers.log_rollouts(step, groups)

@@ -31,8 +31,8 @@ Distributions = NDArray[np.float64]
 
 async def compare_words(train: Trainer, generate: Generator, tokens: Sequence[int]) -> str:
     """Compares the distributions at the last positions of a sequence's beginning, in two sentences."""
-    p, q = await distributions(train, generate, tokens[:_MAX_TOKENS])  # short: see `_MAX_TOKENS`
-    divergence = (np.exp(q) * (q - p)).sum(1)  # KL(generator || trainer)
+    p, q = await distributions(train, generate, tokens[:_MAX_TOKENS])
+    divergence = (np.exp(q) * (q - p)).sum(1)
     moved = np.abs(np.exp(p) - np.exp(q))
     top = [np.unravel_index(index, moved.shape) for index in moved.argsort(axis=None)[: -1 - _NUM_DIFFERENCES : -1]]
     largest = ", ".join(f"token {at[1]} ({np.exp(p[at]):.4f}, {np.exp(q[at]):.4f})" for at in top)
@@ -52,8 +52,8 @@ async def distributions(
     """
     (scored,) = await generate.generate(tokens, SamplingParams(max_tokens=1, topk_prompt_logprobs=-1))
     assert scored.topk_prompt_logprobs is not None
-    rows = [dict(row) for row in scored.topk_prompt_logprobs[-_NUM_POSITIONS:]]  # of the last positions
-    q = np.array([[row[word] for word in range(len(row))] for row in rows])  # by word, because rows come by probability
+    rows = [dict(row) for row in scored.topk_prompt_logprobs[-_NUM_POSITIONS:]]
+    q = np.array([[row[word] for word in range(len(row))] for row in rows])
     words, best = np.arange(q.shape[1]), q.argmax(1)
     found: list[NDArray[np.float64]] = []
     for chunk in np.split(words, range(_WORDS_OF_A_CALL, len(words), _WORDS_OF_A_CALL)):
@@ -61,7 +61,7 @@ async def distributions(
         found += [logprobs[-len(best) :].astype(np.float64) for logprobs in output.logprobs]
     of_two = np.minimum(np.stack(found, axis=1), _LARGEST)
     odds = of_two - np.log(-np.expm1(of_two))
-    odds[np.arange(len(best)), best] = 0.0  # the odds of a word against itself are 1
+    odds[np.arange(len(best)), best] = 0.0
     return _normalized(odds), _normalized(q)  # a softmax in float32 is off by more than the KL of two that agree
 
 

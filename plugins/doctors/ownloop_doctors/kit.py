@@ -50,7 +50,7 @@ def check_engine(name: str, layouts: Sequence[str], scratch: Path, report: Repor
     Raises ValueError if there is no such engine or layout, or if the engine cannot run here.
     """
     chosen = {text: parse_layout(text) for text in layouts}
-    build = builder(name)  # unknown names fail before a model is written
+    build = builder(name)
     engine = "torchtitan" if ":" in name else name  # a class is built directly, and need not look at its name
     outcomes: list[Outcome] = []
 
@@ -64,7 +64,6 @@ def check_engine(name: str, layouts: Sequence[str], scratch: Path, report: Repor
         if build is load_engine:  # the layout check of an engine of the tree
             check_model(config)  # raises what every check would fail with, such as a package that is not installed
         _check_one_rank(subject, partial(build, config), model, scratch / model.name / "files", note)
-    # 50: several micro-batches of what the tests send
     one = TrainerConfig(model=models["one rank"], engine=engine, compute_dtype="float32", max_tokens_per_microbatch=50)
     for text, layout in chosen.items():
         _check_layout(text, build, replace(one, **layout), one, scratch / text, note)
@@ -76,7 +75,7 @@ def builder(name: str) -> Build:
     if ":" not in name:
         find_engine(name)
         return load_engine
-    see_working_directory()  # a class of the user's own folder
+    see_working_directory()
     _engine_class(name)
     return partial(_build_class, name)
 
@@ -131,14 +130,13 @@ def _script_or_refusal(build: Build, config: TrainerConfig, rank: int, directory
         engine = build(config)
     except ValueError as error:
         return {_REFUSED: str(error)}
-    return layout_script(lambda _: engine, config, rank, directory)  # the engine exists, and the script makes no other
+    return layout_script(lambda _: engine, config, rank, directory)
 
 
 def _finding(subject: str, name: str, check: Callable[[], str]) -> Finding:
     try:
         return Finding(subject, name, "passed", check())
     except AssertionError as error:
-        # an assertion without a message says where it stands
         return Finding(subject, name, "failed", str(error) or traceback.format_exc().splitlines()[-2].strip())
     except Exception as error:  # any exception of a stranger's engine is a finding
         return Finding(subject, name, "failed", f"{type(error).__name__}: {error}")

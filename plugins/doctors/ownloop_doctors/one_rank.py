@@ -37,8 +37,8 @@ from trainer.engines.contract.reference import (
 # AdamW makes a whole step of the smallest gradient; with this eps, not of one that is only a rounding error.
 PARAMS = AdamParams(learning_rate=1e-3, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
 BATCH = [*random_batch((1, 17, 5, 40)), *random_groups([(7, (1, 4, 9, 4)), (20, (3, 3))], seed=1)]
-MICROBATCHES = [BATCH[:3], [], BATCH[3:]]  # an empty micro-batch may come from a rank with little data
-_TOLERANCE = 1e-5  # relative, in float32
+MICROBATCHES = [BATCH[:3], [], BATCH[3:]]
+_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def check_loss(subject: Subject) -> str:
     engine, reference = subject.build(), ReferencePolicy(subject.model)
     output = engine.forward(MICROBATCHES, entropy=True)
     worst = _require_scores(output, reference, BATCH)
-    require(not gradients(engine), "there is a gradient after `forward`")  # a forward pass must not accumulate
+    require(not gradients(engine), "there is a gradient after `forward`")
     require_refused(lambda: engine.optim_step(PARAMS), "optim_step without a gradient")
     trained = engine.forward_backward(MICROBATCHES, get_loss("importance_sampling"))
     expected = reference.backward(BATCH, importance_sampling)
@@ -112,7 +112,7 @@ def check_three_steps(subject: Subject) -> str:
             assert weight.grad is not None
             weight.grad.mul_(0.1)
         norm = float(torch.nn.utils.clip_grad_norm_(weights, 0.5))
-        assert norm > 0.5  # else nothing was clipped, and the test would prove little
+        assert norm > 0.5
         optimizer.step()
         optimizer.zero_grad()
         off = abs(result.grad_norm - norm) / norm
@@ -130,7 +130,7 @@ def check_multipliers(subject: Subject) -> str:
     """A learning-rate multiplier acts on the parameters it names; one that names none is refused."""
     engine = subject.build()
     engine.forward_backward([BATCH], get_loss("cross_entropy"))
-    before = parameters(engine), gradients(engine)  # copies
+    before = parameters(engine), gradients(engine)
     wrong = {"*.q_proj.*": 1.0, "model.layer.*": 0.5}
     require_refused(
         lambda: engine.optim_step(replace(PARAMS, learning_rate_multipliers=wrong)), "a multiplier that matches nothing"
@@ -162,7 +162,7 @@ def check_export(subject: Subject) -> str:
     engine = subject.build()
     step(engine)
     engine.export_hf(subject.scratch / "export", torch.float32)
-    exported = ReferencePolicy(subject.scratch / "export").parameters()  # read by transformers, not by us
+    exported = ReferencePolicy(subject.scratch / "export").parameters()
     require_equal("exported parameters", exported, parameters(engine))
     return "equal"
 
@@ -214,7 +214,7 @@ def require_refused(call: Callable[[], object], what: str) -> None:
 def explode(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> object:
     """A loss whose gradient is not finite."""
     del entropy, inputs
-    return logprobs.sum() * float("nan"), {}  # finite forward, and not in backward
+    return logprobs.sum() * float("nan"), {}
 
 
 def _require_scores(output: ForwardBackwardOutput, reference: ReferencePolicy, batch: Sequence[Datum]) -> float:
@@ -251,7 +251,7 @@ def check_accumulation(subject: Subject) -> str:
     once, twice = subject.build(), subject.build()
     once.forward_backward([BATCH], get_loss("ppo"))
     twice.forward_backward([BATCH[2:]], get_loss("ppo"))
-    twice.forward([BATCH])  # a forward pass in between changes nothing
+    twice.forward([BATCH])
     twice.forward_backward([BATCH[:2]], get_loss("ppo"))
     worst = require_close("gradients of two calls", gradients(twice), gradients(once), 1e-5)
     twice.zero_grad()
@@ -305,7 +305,7 @@ def check_failure(subject: Subject) -> str:
     try:
         engine.forward_backward([BATCH[:3], BATCH[:2]], get_loss(_fails_on_two))
     except ArithmeticError as error:
-        require(str(error) == "my own mistake", f"the loss's error became {error!r}")  # the same type and text arrive
+        require(str(error) == "my own mistake", f"the loss's error became {error!r}")
     else:
         require(False, "a loss that raises did not end the call")
     require_equal("gradients after the failure", gradients(engine), before)
@@ -317,7 +317,7 @@ def check_failure(subject: Subject) -> str:
 def check_not_finite(subject: Subject) -> str:
     """A gradient that is not finite is dropped and changes nothing."""
     engine, untouched = subject.build(), subject.build()
-    for each in (engine, untouched):  # a step first, so that moments exist
+    for each in (engine, untouched):
         step(each)
     engine.forward_backward([BATCH], get_loss(explode))
     result = engine.optim_step(PARAMS)
@@ -334,7 +334,7 @@ def check_checkpoint(subject: Subject) -> str:
     engine, fresh = subject.build(), subject.build()
     step(engine)
     engine.save_checkpoint(subject.scratch / "checkpoint")
-    step(fresh)  # two steps further, to be undone by the load
+    step(fresh)
     step(fresh)
     fresh.forward_backward([BATCH], get_loss("cross_entropy"))  # dropped by the load
     version = fresh.load_checkpoint(subject.scratch / "checkpoint")
@@ -352,7 +352,7 @@ def check_offload(subject: Subject) -> str:
     for each in (moved, untouched):
         step(each)
         each.forward_backward([BATCH[:3]], get_loss("cross_entropy"))
-    moved.to("cpu", model=True, gradients=True, optimizer=True)  # on a CPU nothing moves, and all must still work
+    moved.to("cpu", model=True, gradients=True, optimizer=True)
     with moved.eval_mode():
         first = moved.forward(MICROBATCHES)
     with moved.train_mode():
@@ -386,7 +386,7 @@ def _check_offload_refusals(engine: Engine) -> None:
     engine.zero_grad()
     require_refused(lambda: engine.optim_step(PARAMS), "optim_step after an offloaded gradient was dropped")
     require_refused(lambda: engine.to("cpu"), "`to` that moves nothing")
-    require_refused(lambda: engine.to("tpu", model=True), "`to` an unknown device")  # no such device type is accepted
+    require_refused(lambda: engine.to("tpu", model=True), "`to` an unknown device")
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -395,6 +395,6 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _fails_on_two(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> object:
     del entropy
-    if inputs.num_datums == 2:  # on the second micro-batch of the call
+    if inputs.num_datums == 2:
         raise ArithmeticError("my own mistake")
     return -logprobs.sum(), {}

@@ -54,10 +54,10 @@ class LayoutResults:
 def run_layout(script: Script, build: Build, config: TrainerConfig, directory: Path) -> dict[str, Any]:
     """Results of the script on rank 0 of a layout; with one rank, it runs in this process."""
     directory.mkdir(parents=True, exist_ok=True)
-    if config.num_ranks == 1:  # one rank needs no process
+    if config.num_ranks == 1:
         return script(build, config, 0, directory)
     spawn(config.num_ranks, _save_results, script, build, config, directory)
-    return torch.load(directory / "results.pt", weights_only=False)  # only rank 0 has written them
+    return torch.load(directory / "results.pt", weights_only=False)
 
 
 def layout_script(build: Build, config: TrainerConfig, rank: int, directory: Path) -> dict[str, Any]:
@@ -114,7 +114,6 @@ def layout_script(build: Build, config: TrainerConfig, rank: int, directory: Pat
 
 def _otherwise(batch: list[Datum], config: TrainerConfig) -> list[Datum]:
     """The datums as if sampled at other temperatures, from other words and, if the engine replays them, experts."""
-    # only an engine that replays routes takes them
     experts = experts_of(read_config(config.model)) if find_engine(config.engine).replays_routes else None
     return routed(sampled_otherwise(batch), experts)
 
@@ -130,7 +129,7 @@ def _gradients(engine: Engine, microbatches: Sequence[Sequence[Datum]]) -> dict[
 def fail_on_the_longest(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> object:
     """A loss that raises on the rank with the longest datum only."""
     del entropy, inputs
-    if len(logprobs) >= 40 * 2 // 3:  # two thirds of the longest are scored
+    if len(logprobs) >= 40 * 2 // 3:
         raise ArithmeticError("the longest datum is here")
     return -logprobs.sum(), {}
 
@@ -145,7 +144,6 @@ def check_failure(results: LayoutResults) -> str:
     """A loss that raises on one rank raises on all and changes nothing."""
     raised = results.many.get("error", "nothing")
     expected = "longest datum" in raised or "RankFailureError" in raised
-    # a rank that only saw another one fail says so
     require(expected, f"rank 0 raised {raised} when the loss of one rank raised")
     # 0.0: to the last bit
     require_close("gradients", results.many["gradients_after_error"], results.many["gradients"], 0.0)
@@ -193,7 +191,6 @@ def check_forward(results: LayoutResults) -> str:
     """A forward pass after a step uses the new parameters, which the export holds."""
     config, batch = results.config, random_batch(LENGTHS)
     exported = ReferencePolicy(results.directory / "export")
-    # this rank's share of the batch, in its order
     mine = [i for microbatch in plan(config, batch).microbatches[0] for i in microbatch]
     output, worst = results.many["forward"], 0.0
     for k, i in enumerate(mine):

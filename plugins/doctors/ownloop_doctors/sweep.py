@@ -140,5 +140,5 @@ def _set_aside(run: Path) -> None:
     """
     check_ended(run)
     if run.is_dir():
-        number = next(n for n in range(1, 1000) if not run.with_name(f"{run.name}.stopped-{n}").exists())  # a free name
+        number = next(n for n in range(1, 1000) if not run.with_name(f"{run.name}.stopped-{n}").exists())
         run.rename(run.with_name(f"{run.name}.stopped-{number}"))

@@ -38,7 +38,7 @@ def by_step(rows: Sequence[Mapping[str, float]]) -> dict[int, dict[str, float]]:
     """Step -> all metrics logged for it."""
     steps: dict[int, dict[str, float]] = {}
     for row in rows:
-        steps.setdefault(int(row["step"]), {}).update(row)  # a step and its evaluation are two rows
+        steps.setdefault(int(row["step"]), {}).update(row)
     return steps
 
 
@@ -51,7 +51,7 @@ def metric_differences(
         a, b = ours[step], theirs[step]
         for name in [*a, *(name for name in b if name not in a)]:
             values = (a.get(name, math.nan), b.get(name, math.nan))
-            both_nan = name in a and name in b and all(map(math.isnan, values))  # NaN differs from itself
+            both_nan = name in a and name in b and all(map(math.isnan, values))
             if not is_timing(name) and values[0] != values[1] and not both_nan:
                 found.append(Difference(step=step, name=name, values=values))
     return found
@@ -102,7 +102,7 @@ def final_reward(run: str, config: Mapping[str, Any], rows: Sequence[Mapping[str
     evaluations = [row for row in rows if math.isfinite(row.get("eval_reward", math.nan))]
     if not evaluations:
         raise ValueError(f"{run} has no evaluation of the held-out reward yet; there is nothing to compare")
-    last = evaluations[-1]  # the last row is the newest
+    last = evaluations[-1]
     return FinalReward(
         run=run, seed=config.get("seed", ABSENT), step=int(last["step"]), reward=float(last["eval_reward"])
     )
@@ -129,9 +129,9 @@ def welch(better: Sequence[float], worse: Sequence[float]) -> RewardDifference:
     mean = float(a.mean() - b.mean())
     parts = float(a.var(ddof=1) / len(a)), float(b.var(ddof=1) / len(b))
     error = math.sqrt(sum(parts))
-    if error == 0:  # all runs ended alike
+    if error == 0:
         return RewardDifference(interval=Interval(mean=mean, low=mean, high=mean), p_value=float(mean == 0))
-    freedom = sum(parts) ** 2 / (parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1))  # Welch-Satterthwaite
+    freedom = sum(parts) ** 2 / (parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1))
     reach = t_quantile(0.975, freedom) * error
     return RewardDifference(
         interval=Interval(mean=mean, low=mean - reach, high=mean + reach),

@@ -39,9 +39,9 @@ from rl.system.timeline import CONTROLLER, TIMELINE, Timeline
 from rl.types import Datum, ForwardBackwardOutput
 
 REPORT = "report.html"
-_PLACE = "/*DATA*/"  # in `page.html`, within a script element
-_MAX_POINTS = 600  # a curve on a screen is not wider than this
-_MAX_SPANS = 1500  # an SVG of more would make the page slow
+_PLACE = "/*DATA*/"
+_MAX_POINTS = 600
+_MAX_SPANS = 1500
 _STEPS_IN_TIMELINE = 3
 _CURVES = (
     ("reward_mean", "eval_reward", "reward"),
@@ -57,13 +57,13 @@ _CURVES = (
     ("grad_norm", "", "norm of the gradient"),
     ("learning_rate", "", "learning rate"),
 )
-_NO_CURVE = ("step", "time", "schema_version")  # they are axes, or the same in each row
+_NO_CURVE = ("step", "time", "schema_version")
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
-_NOT_A_PHASE = ("seconds_step", "seconds_environment_max", "seconds_engine_max")  # they count in other phases already
+_NOT_A_PHASE = ("seconds_step", "seconds_environment_max", "seconds_engine_max")
 _SUMMARY = ("model", "seed", "learning_rate", "num_steps", "prompts_per_step", "group_size", "loss", "advantage")
 _SECONDS_BETWEEN = 30.0
 _TIMELINE_SECONDS_BETWEEN = 10.0
-_LARGEST_SHARE = 0.01  # of the run's time
+_LARGEST_SHARE = 0.01
 
 
 def write_report(
@@ -85,14 +85,14 @@ def page(contents: dict[str, Any]) -> str:
     template = files("ownloop_report").joinpath("page.html").read_text(encoding="utf-8")
     # Answers may hold "</script>" and "<!--", which would end the element or change how it is read.
     text = json.dumps(to_json(contents), allow_nan=False).replace("<", "\\u003c")
-    return template.replace(_PLACE, text, 1)  # once: the data may hold the same characters
+    return template.replace(_PLACE, text, 1)
 
 
 def report_contents(run: Path, decode: Decode | None = None, command: str = "") -> dict[str, Any]:
     """Everything about the run in this folder; it may still be running. `decode` cuts answers into their tokens."""
     config: dict[str, Any] = read_json(run / CONFIG_FILE)
     rows = thinned_metrics(run / METRICS)
-    steps = [row for row in rows if "seconds_step" in row]  # without the rows of evaluations
+    steps = [row for row in rows if "seconds_step" in row]
     memory = [*dict.fromkeys(name for row in steps for name in row if name.startswith("memory_peak_bytes_"))]
     return {
         "name": run.name,
@@ -104,7 +104,7 @@ def report_contents(run: Path, decode: Decode | None = None, command: str = "") 
         "config": config,
         "done": int(max((row["step"] for row in rows), default=0)),
         "warnings": [[warned.rule, warned.text] for warned in warnings_of(rows, run / ROLLOUTS)],
-        "curves": [curve for names in _CURVES if (curve := _curve(rows, *names))],  # curves without points are left out
+        "curves": [curve for names in _CURVES if (curve := _curve(rows, *names))],
         "other_curves": _other_curves(rows),
         "phases": _phases(steps),
         "memory": [curve for name in memory if (curve := _memory(rows, name))],
@@ -126,7 +126,7 @@ def _headline(run: Path, rows: Sequence[Mapping[str, float]]) -> list[tuple[str,
         change = f"{before:.3f} to {after:.3f}, after {first:.0f} and {last:.0f} steps"
         found.append((f"{kind} {curve['label']}", change if len(points) > 1 else f"{after:.3f} after {last:.0f} steps"))
     times = [row["time"] for row in rows if "time" in row]
-    if times:  # the first row was written at the end of its step
+    if times:
         # a resumed run's clock may have been set back in between
         passed = sum(max(0.0, later - earlier) for earlier, later in pairwise(times))
         found.append(("duration", duration(passed + rows[0].get("seconds_step", 0.0))))
@@ -141,7 +141,7 @@ def duration(seconds: float) -> str:
     for name, size in units.items():
         count, left = divmod(left, size)
         if count or parts or name == "s":
-            parts.append(f"{count} {name}")  # zeros within are kept: "1 h 0 min"
+            parts.append(f"{count} {name}")
     return " ".join(parts[:2])
 
 
@@ -152,14 +152,12 @@ def _memory(rows: Sequence[Mapping[str, float]], name: str) -> dict[str, Any] | 
     if curve is None:
         return None
     highest = max(value for _, value in curve["points"])
-    # the smallest unit for less than a byte
     unit, size = next((each for each in _UNITS if highest >= each[1]), _UNITS[-1])
     return {**curve, "unit": unit, "points": [[step, value / size] for step, value in curve["points"]]}
 
 
 def _curve(rows: Sequence[Mapping[str, float]], training: str, held_out: str, label: str) -> dict[str, Any] | None:
     """Points [step, value] in training and [step, value, low, high] on held-out data; None if there are none."""
-    # NaN stands for a number that was not finite
     points = [[row["step"], row[training]] for row in rows if math.isfinite(row.get(training, math.nan))]
     names = (held_out, f"{held_out}_low", f"{held_out}_high")
     evaluated = [
@@ -176,7 +174,6 @@ def _other_curves(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
     """A curve of every metric that has no other one, with its values on held-out data if there are some."""
     names = dict.fromkeys(name for row in rows for name in row)
     held_out = [name for name in names if f"{name}_low" in names]
-    # an evaluation's values are drawn with the metric of training
     hidden = {*_NO_CURVE, *(f"{name}{end}" for name in held_out for end in ("", "_low", "_high"))}
     pairs = [(name, f"eval_{name}") for name in names if name not in hidden]
     trained = {name for _, name in pairs}
@@ -189,10 +186,8 @@ def _other_curves(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
 def _phases(steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Seconds of each phase in each step, in the order of the phases; `other` is the rest of the step."""
     shown = _thinned(steps)
-    # in the order of the first rows that have them
     names = [*dict.fromkeys(n for row in shown for n in row if n.startswith("seconds_") and n not in _NOT_A_PHASE)]
     series = {name.removeprefix("seconds_"): [row.get(name, 0.0) for row in shown] for name in names}
-    # never below 0: phases of several calls may overlap
     rest = [max(0.0, row["seconds_step"] - sum(row.get(name, 0.0) for name in names)) for row in shown]
     return {"steps": [row["step"] for row in shown], "series": {**series, "other": rest}}
 
@@ -206,9 +201,7 @@ def _timeline(file: Path, steps: Sequence[Mapping[str, float]]) -> dict[str, Any
     begin = ends[-len(last)] - last[0]["seconds_step"] if ends else 0.0
     if not spans or not ends or begin > ends[-1]:  # the clock was set back before the run was resumed
         return {"processes": [], "spans": [], "seconds": 0.0}
-    # the newest, if there are too many
     shown = [each for each in spans if each[4] > begin and each[3] < ends[-1]][-_MAX_SPANS:]
-    # False sorts first
     processes = sorted({process for process, *_ in shown}, key=lambda process: (process != CONTROLLER, process))
     return {
         "processes": processes,
@@ -225,7 +218,7 @@ def _thinned(points: Sequence[Any]) -> list[Any]:
     if len(points) <= _MAX_POINTS:
         return [*points]
     stride = math.ceil(len(points) / _MAX_POINTS)
-    return [*points[:-1:stride], points[-1]]  # the last point is where the run is now
+    return [*points[:-1:stride], points[-1]]
 
 
 class ReportWriter:
@@ -246,12 +239,12 @@ class ReportWriter:
         self._folder = folder
         self._monotonic, self._thread_time, self._write = monotonic, thread_time, write
         host = {"hardware": describe_host(), "versions": describe_software()}
-        folder.in_background(partial(write_json, folder.path / HOST_FILE, host))  # asking the host takes a moment
+        folder.in_background(partial(write_json, folder.path / HOST_FILE, host))
         self._timeline = Timeline(folder.path / TIMELINE)
         self._timeline.activate()
         self._samples = TokenSamples(folder.path, 0)
         self._num_steps = 0
-        folder.loop_end.call(self.stop)  # also when the run fails
+        folder.loop_end.call(self.stop)
         self._last: tuple[int, Sequence[Datum], ForwardBackwardOutput] | None = None
         self._page_due_at = self._monotonic() + _SECONDS_BETWEEN
         self._timeline_due_at = self._monotonic() + _TIMELINE_SECONDS_BETWEEN
@@ -298,7 +291,7 @@ class ReportWriter:
         """Keeps some answers of the last step with an update."""
         if self._last is not None:
             self._samples.add(*self._last)
-            self._last = None  # no sample twice
+            self._last = None
 
     def _write_page(self, state: str | None = None) -> None:
         """Writes both files. A mistake in the page is in the log, and does not end the run; a full disk does."""
@@ -311,9 +304,8 @@ class ReportWriter:
             raise
         except Exception:
             traceback.print_exc()
-        hand_back_garbage()  # before the next step, so that its memory does not grow
+        hand_back_garbage()
         took = self._thread_time() - started
-        # a page that took long is due later
         self._page_due_at = self._monotonic() + max(_SECONDS_BETWEEN, took / _LARGEST_SHARE)
 
 

@@ -41,7 +41,7 @@ class CurveDrawer:
         self.seconds_between = seconds_between
         self._folder = folder
         self._curves: dict[str, str] = {}
-        self._drawn_at = -math.inf  # the first evaluation is drawn at once
+        self._drawn_at = -math.inf
 
     def resume(self, last_step: int) -> None:
         """Nothing was drawn yet."""
@@ -62,7 +62,6 @@ class CurveDrawer:
 
     def _draw(self) -> None:
         folder = self._folder.path
-        # nothing to draw without an evaluation
         metrics = thinned_metrics(self._folder.metrics_file) if self._curves else []
         for name, training in [*self._curves.items()]:
             plot_curve(metrics, folder / f"{name}.png", folder.name, name=name, training=training)
@@ -86,7 +85,7 @@ def plot_curve(
     trained = columns(metrics, "step", training)
     if trained.size:
         steps, mean = trained
-        window = max(1, min(len(steps) // 4, 5))  # no mean in a run of a few steps
+        window = max(1, min(len(steps) // 4, 5))
         alpha = 0.45 if window > 1 else 1.0
         axes.plot(steps, mean, "o", color=_TRAIN, markersize=4, alpha=alpha, markeredgewidth=0, label="training step")
         if window > 1:
@@ -98,14 +97,14 @@ def plot_curve(
         axes.errorbar(
             steps,
             mean,
-            yerr=np.clip([mean - low, high - mean], 0, None),  # an interval may leave its mean out by rounding
+            yerr=np.clip([mean - low, high - mean], 0, None),
             fmt="s-",
             color=_EVAL,
             markersize=5,
             linewidth=1.2,
             capsize=3,
             label="held-out, 95 % interval",
-            zorder=3,  # above the training's points
+            zorder=3,
         )
     style(axes, title, name.replace("_", " "))
     if trained.size or eval_data.size:
@@ -142,10 +141,7 @@ def style(axes: "Axes", title: str, label: str) -> None:
 def columns(metrics: Sequence[Mapping[str, float]], *names: str) -> NDArray[np.float64]:
     """[len(names), rows]: the columns `names` of the rows in which all of them are finite."""
     rows = [
-        # a row of another kind lacks some of them
-        [row[name] for name in names]
-        for row in metrics
-        if all(np.isfinite(row.get(name, np.nan)) for name in names)
+        [row[name] for name in names] for row in metrics if all(np.isfinite(row.get(name, np.nan)) for name in names)
     ]
     return np.array(rows, dtype=np.float64).T
 
@@ -178,7 +174,7 @@ def plot_comparison(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]
 
 def _draw_runs(axes: "Axes", label: str, runs: Sequence[Sequence[Mapping[str, float]]], colour: str) -> None:
     """Draws the runs of one configuration."""
-    found = [columns(rows, "step", "eval_reward") for rows in runs]  # a run without evaluations has no curve
+    found = [columns(rows, "step", "eval_reward") for rows in runs]
     evaluated = [dict(zip(*run.tolist(), strict=True)) for run in found if run.size]
     several = len(evaluated) > 1
     for number, run in enumerate(evaluated):
@@ -188,14 +184,12 @@ def _draw_runs(axes: "Axes", label: str, runs: Sequence[Sequence[Mapping[str, fl
         )
     if not several:
         return
-    # a mean over runs needs steps that all of them have
     steps = sorted(set.intersection(*(set(run) for run in evaluated)))
     if not steps:  # the runs were evaluated at different steps
         axes.plot([], [], "-", color=colour, label=label)
         return
     rewards = np.array([[run[step] for step in steps] for run in evaluated])  # [runs, steps]
     mean = rewards.mean(axis=0)
-    # half the width of the 95 % interval of a mean of few runs
     reach = t_quantile(0.975, len(evaluated) - 1) * rewards.std(axis=0, ddof=1) / np.sqrt(len(evaluated))
     axes.fill_between(steps, mean - reach, mean + reach, color=colour, alpha=0.15, linewidth=0)
     axes.plot(steps, mean, "s-", color=colour, linewidth=2.0, markersize=4, label=label, zorder=9)
@@ -208,14 +202,14 @@ def thinned_metrics(file: Path, num_kept: int = 1000) -> list[Row]:
     warn of (not finite, skipped, or failures of the environment) and evaluations. Of a kind with more, every second,
     fourth, eighth ... is kept.
     """
-    kinds = {kind: _Thinned(2 * num_kept) for kind in ("step", "warned", "evaluation")}  # twice: thinning halves them
+    kinds = {kind: _Thinned(2 * num_kept) for kind in ("step", "warned", "evaluation")}
     last: deque[tuple[int, Row]] = deque(maxlen=_LAST)
     for numbered in enumerate(metric_rows(file)):
         kinds[_kind(numbered[1])].add(numbered)
         last.append(numbered)
     by_number = dict(last)
     for kind in kinds.values():
-        by_number |= kind.rows  # the last rows are always there, at full density
+        by_number |= kind.rows
     return [by_number[number] for number in sorted(by_number)]
 
 
@@ -229,10 +223,10 @@ class _Thinned:
         self._stride = 1
 
     def add(self, numbered: tuple[int, Row]) -> None:
-        if self._num_added % self._stride == 0:  # every `_stride`-th
+        if self._num_added % self._stride == 0:
             self.rows[numbered[0]] = numbered[1]
             if len(self.rows) > self._max_rows:
-                self.rows = dict([*self.rows.items()][::2])  # every other one goes
+                self.rows = dict([*self.rows.items()][::2])
                 self._stride *= 2
         self._num_added += 1
 

@@ -38,11 +38,10 @@ def evaluation_samples(rollouts: Path, decode: Decode | None) -> list[dict[str, 
     """Problems of the evaluations, each with its first answer in the first evaluation and in the latest ones."""
     by_step = {step: file for _, step, file in recorded_files(rollouts, "eval")}
     steps = sorted(by_step)
-    # the first, and the newest ones
     shown = steps if len(steps) <= _MAX_EVALUATIONS else [steps[0], *steps[1 - _MAX_EVALUATIONS :]]
     problems: dict[str, dict[str, Any]] = {}
     for step in shown:
-        for group in read_groups(by_step[step])[: 4 * _MAX_PROBLEMS]:  # more than are shown: some have no rollout
+        for group in read_groups(by_step[step])[: 4 * _MAX_PROBLEMS]:
             if group.rollouts and (group.problem_id in problems or len(problems) < _MAX_PROBLEMS):
                 new: dict[str, Any] = {"prompt": group.prompt, "images": _pictures(group.rollouts[0]), "answers": []}
                 entry = problems.setdefault(group.problem_id, new)
@@ -52,7 +51,6 @@ def evaluation_samples(rollouts: Path, decode: Decode | None) -> list[dict[str, 
 
 def _pictures(rollout: Rollout) -> list[str]:
     """The images of the prompt as data URLs; browsers find out their format. Large ones are left out."""
-    # a page with megabytes of pictures opens slowly
     files = [image.data for image in images_of(rollout.turns[0].prompt_tokens)]
     return [
         f"data:image/*;base64,{base64.b64encode(file).decode()}" for file in files if len(file) <= _MAX_PICTURE_BYTES
@@ -66,16 +64,15 @@ def _answer(rollout: Rollout, decode: Decode | None) -> dict[str, Any]:
     without `decode`, [text of a turn].
     """
     pieces: list[Sequence[Any]] = []
-    num_left = _MAX_TOKENS  # tokens are counted over all turns
+    num_left = _MAX_TOKENS
     for turn in rollout.turns:
         if turn is not rollout.turns[0]:
-            # what the environment said between two answers
             pieces.append((turn.prompt or (decode(turn.prompt_tokens) if decode else ""), None))
         if decode is None:
             pieces.append((turn.completion.text,))
             continue
         shown = turn.completion.tokens[:num_left]
-        logprobs = (round(p, 4) for p in turn.completion.logprobs)  # four digits are enough to read
+        logprobs = (round(p, 4) for p in turn.completion.logprobs)
         pieces += [*zip(_pieces(shown, decode), logprobs, strict=False)]
         num_left -= len(shown)
         if num_left == 0 and (more := rollout.num_sampled_tokens - _MAX_TOKENS):
@@ -90,21 +87,18 @@ class TokenSamples:
     def __init__(self, run: Path, last_step: int) -> None:
         """A run that is resumed after `last_step` keeps the samples up to that step."""
         self.file = run / TOKEN_SAMPLES
-        # what a crashed run wrote after its last checkpoint is dropped
         self._samples = [sample for sample in read_token_samples(run) if sample["step"] <= last_step]
 
     def add(self, step: int, batch: Sequence[Datum], output: ForwardBackwardOutput) -> None:
         """Keeps a few datums of a step. Does nothing for a batch without the generator's log-probs."""
-        if not all("logprobs" in datum.loss_inputs for datum in batch):  # a batch of texts has no generator
+        if not all("logprobs" in datum.loss_inputs for datum in batch):
             return
         for datum, p in [*zip(batch, output.logprobs, strict=True)][:_PER_STEP]:
-            scored = np.flatnonzero(datum.counted)  # prompts are left out
-            # an empty slice for a datum without scored tokens
+            scored = np.flatnonzero(datum.counted)
             span = slice(scored[0], min(scored[-1] + 1, scored[0] + _MAX_TOKENS)) if len(scored) else slice(0)
             sampled = datum.counted[span]
             sides = (np.round(np.asarray(column, float)[span], 5) for column in (p, datum.loss_inputs["logprobs"]))
             trainer, generator = (
-                # None at positions that were not sampled
                 [x if was_sampled else None for x, was_sampled in zip(side.tolist(), sampled, strict=True)]
                 for side in sides
             )
@@ -130,16 +124,13 @@ def session_trees(run: Path) -> list[dict[str, Any]]:
     table = pq.read_table(file)
     rows = table.drop_columns(["turns"]).to_pylist()
     played = [rollout for group in table_to_groups(table) for rollout in group.rollouts]
-    by_reward = sorted(range(len(rows)), key=lambda index: rows[index]["reward"])  # the worst first
-    # how often the conversation branched, with its several roots
+    by_reward = sorted(range(len(rows)), key=lambda index: rows[index]["reward"])
     widest = max(by_reward, key=lambda index: rows[index]["parent"].count(None) + _num_forks(rows[index]["parent"]))
-    # the same session may be all three
     chosen = [*dict.fromkeys((by_reward[-1], by_reward[0], widest))][:_MAX_SESSIONS]
     return [{"step": step, **_session(rows[index], played[index])} for index in chosen]
 
 
 def _num_forks(parents: Sequence[int | None]) -> int:
-    # a call with n children has n - 1 forks
     return len([parent for parent in parents if parent is not None]) - len({*parents} - {None})
 
 
@@ -176,11 +167,10 @@ def mismatch_samples(run: Path, decode: Decode | None) -> list[dict[str, Any]]:
 
 
 def _both_sides(sample: Mapping[str, Any], decode: Decode | None) -> list[tuple[str, float | None, float | None]]:
-    # without a tokenizer the ids are shown
     texts = _pieces(sample["tokens"], decode) if decode else [f"{token} " for token in sample["tokens"]]
     rows: list[tuple[str, float | None, float | None]] = []
     for text, ours, theirs in zip(texts, sample["trainer"], sample["generator"], strict=True):
-        if ours is None and rows and rows[-1][1] is None:  # tokens that were not sampled are one piece
+        if ours is None and rows and rows[-1][1] is None:
             rows[-1] = (rows[-1][0] + text, None, None)
         else:
             rows.append((text, ours, theirs))
@@ -192,7 +182,6 @@ def _pieces(tokens: Sequence[int], decode: Decode) -> list[str]:
     pieces: list[str] = []
     for end in range(len(tokens)):
         start = max(0, end - _CONTEXT)
-        # a token alone may be a part of a character, or lose its blank
         before, after = decode(tokens[start:end]), decode(tokens[start : end + 1])
         pieces.append(after[len(before) :] if after.startswith(before) else decode([tokens[end]]))
     return pieces
@@ -203,11 +192,11 @@ def decoder_of(run: Path) -> Callable[[Sequence[int]], str] | None:
     try:
         config = read_json(run / CONFIG_FILE)
         return _decoder(resolve_model(str(config["model"])) / "tokenizer.json")
-    except (ValueError, KeyError, OSError):  # a report without texts is better than none
+    except (ValueError, KeyError, OSError):
         return None
 
 
-@lru_cache(maxsize=1)  # one run's tokenizer
+@lru_cache(maxsize=1)
 def _decoder(file: Path) -> Callable[[Sequence[int]], str] | None:
     from tokenizers import Tokenizer
 

@@ -20,8 +20,8 @@ Rows = Sequence[Mapping[str, float]]
 _RECENT = 10
 _MOST_MISMATCH = 0.05  # as `ownloop parity`
 _MOST_TRUNCATED = 0.3
-_SAME_ANSWER = 0.9  # of the answers
-_MIN_PROMPTS = 4  # with fewer prompts an equal answer may be right
+_SAME_ANSWER = 0.9
+_MIN_PROMPTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,6 @@ def warnings_of(rows: Rows, rollouts: Path) -> list[Warned]:
 
 def _not_finite(rows: Rows, rollouts: Path) -> str | None:
     del rollouts
-    # a step of a distillation has no loss of its own here
     steps = [int(row["step"]) for row in rows if row.get("skipped") or not math.isfinite(row.get("loss", 0.0))]
     return (
         f"{len(steps)} steps had a gradient or loss that was not finite, the first is step {steps[0]}"
@@ -67,10 +66,10 @@ def _collapsed(rows: Rows, rollouts: Path) -> str | None:
     def answer_of(index: int) -> str | None:
         return _same_answer(recording_of(rollouts, int(steps[index]), TRAINING))
 
-    if len(steps) < 2 or not (answer := answer_of(-1)):  # the newest answers differ, so nothing has collapsed
+    if len(steps) < 2 or not (answer := answer_of(-1)):
         return None
     # Halves the steps between one whose answers differ and one whose answers are the same.
-    low, high = -1, len(steps) - 1  # `low` differs or is before the first, `high` is the same
+    low, high = -1, len(steps) - 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if answer_of(middle) else (middle, high)
@@ -82,13 +81,12 @@ def _collapsed(rows: Rows, rollouts: Path) -> str | None:
 def _same_answer(file: Path) -> str | None:
     """The answer that nearly all prompts of a step had; None if they differ, or if there are too few prompts."""
     with pq.ParquetFile(file) as opened:
-        table = opened.read(columns=["prompt", "turns.list.element.text"])  # other columns are large
+        table = opened.read(columns=["prompt", "turns.list.element.text"])
     rows = cast("list[dict[str, Any]]", table.to_pylist())
     if len({row["prompt"] for row in rows}) < _MIN_PROMPTS:
         return None
     answers = Counter(row["turns"][-1]["text"] for row in rows if row["turns"])
     answer, count = answers.most_common(1)[0] if answers else ("", 0)
-    # the share counts answers, so prompts with many count more
     return answer if count >= _SAME_ANSWER * len(rows) else None
 
 
@@ -98,7 +96,7 @@ def _fell(rows: Rows, rollouts: Path) -> str | None:
     if len(evaluations) < 2:
         return None
     best, last = max(evaluations, key=lambda row: row["eval_reward"]), evaluations[-1]
-    if last["eval_reward_high"] >= best["eval_reward_low"]:  # the intervals overlap
+    if last["eval_reward_high"] >= best["eval_reward_low"]:
         return None
     return (
         f"the held-out reward fell from {best['eval_reward']:.3f} at step {best['step']:.0f} to "
@@ -112,7 +110,6 @@ def _nothing_learned(rows: Rows, rollouts: Path) -> str | None:
     if len(evaluations) < 2 or evaluations[-1]["step"] < 2 * _RECENT:
         return None
     first, last = evaluations[0], evaluations[-1]
-    # it rose, or it fell, which has its own rule
     if last["eval_reward_low"] > first["eval_reward"] or last["eval_reward_high"] < first["eval_reward"]:
         return None
     return (
@@ -124,7 +121,7 @@ def _nothing_learned(rows: Rows, rollouts: Path) -> str | None:
 def _mismatch(rows: Rows, rollouts: Path) -> str | None:
     del rollouts
     recent = _recent(rows, "logprob_mismatch_mean")
-    if not recent or median(recent) <= _MOST_MISMATCH:  # the median: one bad step is no warning
+    if not recent or median(recent) <= _MOST_MISMATCH:
         return None
     return (
         f"in the last {len(recent)} steps trainer and generator differ by {median(recent):.3f} in the log-prob of a "
@@ -135,7 +132,7 @@ def _mismatch(rows: Rows, rollouts: Path) -> str | None:
 def _no_signal(rows: Rows, rollouts: Path) -> str | None:
     del rollouts
     steps = [row for row in rows if "seconds_step" in row][-2 * _RECENT :]
-    without = [row for row in steps if "skipped" not in row]  # only an update reports `skipped`
+    without = [row for row in steps if "skipped" not in row]
     if len(without) < _RECENT:
         return None
     return f"{len(without)} of the last {len(steps)} steps had nothing to learn from"
@@ -155,7 +152,6 @@ def _truncated(rows: Rows, rollouts: Path) -> str | None:
 def _entropy(rows: Rows, rollouts: Path) -> str | None:
     del rollouts
     values = [(row["step"], row["entropy"]) for row in rows if math.isfinite(row.get("entropy", math.nan))]
-    # compared with the run's own beginning: no number fits all models
     if len(values) < 2 or values[-1][1] >= 0.1 * values[0][1]:
         return None
     step = next(step for step, value in values if value < 0.1 * values[0][1])

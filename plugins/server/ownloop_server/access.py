@@ -39,7 +39,7 @@ class Access:
         self._keys = keys
         self._needs_key = needs_key
         self._limits = limits
-        self._rates: dict[str, _Rate] = {}  # by user name; users are few, so none is ever removed
+        self._rates: dict[str, _Rate] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers with an error, or passes the request on."""
@@ -47,7 +47,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         try:
-            scope.setdefault("state", {})["user"] = self._admit(Request(scope))  # routes read it back through `Caller`
+            scope.setdefault("state", {})["user"] = self._admit(Request(scope))
         except HTTPException as error:
             if error.status_code == 413:  # who is still sending when the connection closes never sees the answer
                 await _discard(receive, 2 * self._limits.body_bytes)
@@ -56,7 +56,7 @@ class Access:
             response = JSONResponse(content, error.status_code, headers=error.headers)
             await response(scope, receive, send)
             return
-        received = 0  # bytes of the body so far
+        received = 0
 
         async def counted() -> Message:
             nonlocal received
@@ -131,13 +131,12 @@ class _Rate:
 
     def __init__(self, per_s: float) -> None:
         self._per_s = per_s
-        self._left = 2 * per_s  # a full bucket at first
+        self._left = 2 * per_s
         self._at = time.monotonic()
 
     def wait_s(self) -> float:
         """Counts a request. Returns 0, or how long it must wait."""
         now = time.monotonic()
-        # the bucket fills with time, to two seconds' worth
         self._left = min(2 * self._per_s, self._left + (now - self._at) * self._per_s)
         self._at = now
         if self._left < 1:
@@ -162,7 +161,7 @@ def _key(request: Request) -> str:
 
 
 async def _caller(request: Request) -> User:  # were it not async, FastAPI would run it in a thread of its own
-    return request.state.user  # `Access` put it there
+    return request.state.user
 
 
 Caller = Annotated[User, Depends(_caller)]

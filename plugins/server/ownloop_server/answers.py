@@ -59,13 +59,13 @@ class PendingAnswer:
         """`owner` is the session that sent it."""
         self.id = uuid.uuid4().hex  # cannot be guessed by other users
         self.owner = owner
-        self._set_at: float | None = None  # on the event loop's clock, as below
+        self._set_at: float | None = None
         self._fetched_at: float | None = None
         self._answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
     def set(self, answer: Answer) -> None:
         """Stores the result. The first one counts."""
-        if not self._answer.done():  # a cancelled request may be answered twice
+        if not self._answer.done():
             self._answer.set_result(answer)
             self._set_at = self._now()
 
@@ -101,9 +101,9 @@ class Answers:
 
     def __init__(self) -> None:
         """Empty."""
-        self._by_key: dict[Hashable, str] = {}  # what the client calls the request -> its id
+        self._by_key: dict[Hashable, str] = {}
         self._by_id: dict[str, PendingAnswer] = {}
-        self._keys: dict[str, Hashable] = {}  # the other way, to forget both
+        self._keys: dict[str, Hashable] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -133,7 +133,6 @@ class Answers:
 
     def sweep(self) -> None:
         """Forgets results that were fetched a while ago, and results that no client asks for."""
-        # a list, because forgetting changes the dictionary
         for pending in [pending for pending in self._by_id.values() if pending.is_old]:
             self._forget(pending.id)
 
@@ -160,7 +159,7 @@ class Throughput:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns seconds."""
         self._clock = clock
-        self._buckets: deque[tuple[int, Counter[Work]]] = deque(maxlen=_NUM_BUCKETS)  # old ones fall out by themselves
+        self._buckets: deque[tuple[int, Counter[Work]]] = deque(maxlen=_NUM_BUCKETS)
         self.totals: Counter[Work] = Counter()
         """Tokens since the server began."""
 
@@ -207,8 +206,8 @@ class Turns:
         self._waiting: dict[int, tuple[Call, PendingAnswer]] = {}
         self._closed = False  # set by `close`; the runner sees it between two calls
         self._arrived = asyncio.Event()
-        self._free = asyncio.Lock()  # held while a call runs, whether it has a number or not
-        self._runner = asyncio.create_task(self._run())  # ends in `close`
+        self._free = asyncio.Lock()
+        self._runner = asyncio.create_task(self._run())
 
     @property
     def num_waiting(self) -> int:
@@ -248,13 +247,12 @@ class Turns:
             while self._next in self._waiting and not self._closed:  # later ones stay until their turn comes
                 call, pending = self._waiting.pop(self._next)
                 self._next += 1
-                async with self._free:  # `between` may hold it
+                async with self._free:
                     pending.set(await answer(call))
             if self._closed:
                 return
             self._arrived.clear()
             try:
-                # without waiting calls there is no gap, however long it is quiet
                 async with asyncio.timeout(self.gap_s if self._waiting else None):
                     await self._arrived.wait()
             except TimeoutError:

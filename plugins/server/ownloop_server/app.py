@@ -48,7 +48,7 @@ def make_app(
     app.state.signatures = Signatures()
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ValueError, _mistake)
-    app.add_exception_handler(404, _unknown)  # an address that this server does not have
+    app.add_exception_handler(404, _unknown)
     app.add_exception_handler(405, _unknown)
     for method, path, route in _ROUTES:
         app.add_api_route(f"/api/v1/{path}", route, methods=[method], response_model=None)
@@ -102,7 +102,7 @@ async def create_session(body: types.CreateSessionRequest, door: Door, user: Cal
 
 async def heartbeat(body: types.SessionHeartbeatRequest, door: Door) -> types.SessionHeartbeatResponse:
     """Keeps a session."""
-    door.session(body.session_id)  # looking it up notes the time
+    door.session(body.session_id)
     return types.SessionHeartbeatResponse()
 
 
@@ -222,7 +222,6 @@ def _accepted(pending: PendingAnswer, model_id: str) -> dict[str, Any]:
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     """422, or the error as the result of a call that has a number: the calls after it wait for that number."""
     assert isinstance(error, RequestValidationError)
-    # three mistakes are enough to find the rest
     found = "; ".join(f"{'.'.join(map(str, item['loc'][1:]))}: {_reason(item)}" for item in error.errors()[:3])
     mistake = f"the request is not valid: {found}"
     gateway, user, body = request.app.state.gateway, request.state.user, error.body

@@ -25,7 +25,7 @@ EXPORTED = "external_weights"
 KINDS: dict[str, types.CheckpointType] = {"weights": "training", "sampler_weights": "sampler", EXPORTED: "external"}
 """The middle part of a path, and the protocol's word for such a checkpoint."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # also safe as a file name
-_RUN_ID = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,9}")  # as `Gateway.create` makes them
+_RUN_ID = re.compile(r"[A-Za-z0-9-]{1,64}:train:[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class Archive:
         """Deletes a checkpoint. Raises ValueError if there is none."""
         row, folder = self.find(path)
         self._database.delete(row.path)  # the record first: a folder without a record is found again
-        shutil.rmtree(folder, ignore_errors=True)  # its files may be open in a download, which continues
+        shutil.rmtree(folder, ignore_errors=True)
 
     def set_ttl(self, path: str, ttl_seconds: int | None) -> None:
         """Changes when a checkpoint expires. Raises ValueError if there is none, and for a bad time to live."""

@@ -42,14 +42,14 @@ def start(model: Path, folder: Path, *options: str, port: int = 0) -> Server:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # of a checkout that is not installed
     command = [sys.executable, "-m", "controller.commands.cli", "serve", "--model", str(model), "--port", str(port)]
     with (folder / "serve.log").open("ab") as log:
-        began = log.tell()  # an earlier server of this folder may have written to it
+        began = log.tell()
         process = subprocess.Popen(
             [*command, "--folder", str(folder / "gateway"), *options], cwd=folder, env=env, stdout=log, stderr=log
         )
     end = time.monotonic() + _STARTS_S
     while "TINKER_BASE_URL=" not in (said := (folder / "serve.log").read_text()[began:]):
         if process.poll() is not None or time.monotonic() > end:
-            process.kill()  # it may be hanging
+            process.kill()
             raise RuntimeError(f"the server did not start: {said}")
         time.sleep(0.1)
     url = said.partition("TINKER_BASE_URL=")[2].split()[0]

@@ -36,7 +36,7 @@ class Serve(TakesFields):
         with CapturedOutput() as output:
             config = configuration(self.fields)  # before processes start: a mistake in an option costs no waiting
             needs_keys(config, Keys(config.folder))
-            models = {name: resolve_model(name, output.say) for name in config.model}  # may download
+            models = {name: resolve_model(name, output.say) for name in config.model}
             model_options(config, models)  # refuses what is unclear before processes start
             (config.folder / "logs").mkdir(parents=True, exist_ok=True)
             output.move_to(config.folder / "logs" / "server.log")
@@ -54,11 +54,10 @@ def configuration(overrides: Sequence[str]) -> "ServeConfig":
     from rl.system.hardware import cpu_dtype
     from trainer.config import TrainerConfig
 
-    dtype = "bfloat16" if gpus_here() else cpu_dtype()  # matches the dtype to what this machine computes fast
+    dtype = "bfloat16" if gpus_here() else cpu_dtype()
     default = ServeConfig(
         trainer=TrainerConfig(compute_dtype=dtype), generator=GeneratorConfig(dtype=dtype, max_num_seqs=128)
     )
-    # `--model A B` and `--model A --model B` mean the same
     config = override(default, gathered(overrides, "--model"), "ownloop serve", Serve.__doc__ or "")
     if not config.model:
         raise ValueError("--model is missing: a directory, a name of `ownloop model`, or ORG/NAME on the hub")
@@ -84,7 +83,6 @@ class ExportTinker:
         from ownloop_server.archive import export_saved, find_saved
 
         saved = find_saved(self.folder, self.path)
-        # a path without characters that shells treat specially
         directory = self.to or self.folder / "exports" / self.path.removeprefix("tinker://").replace(":", "-")
         with CapturedOutput() as output:
             logs = logs_of_export(self.folder, output)

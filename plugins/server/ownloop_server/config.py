@@ -95,7 +95,7 @@ class ServeConfig:
                 f"ServeConfig.host is {self.host!r}; it must be an address of this host, such as 127.0.0.1, or 0.0.0.0 "
                 "for all of them"
             )
-        if (self.tls_certificate is None) != (self.tls_key is None):  # one without the other
+        if (self.tls_certificate is None) != (self.tls_key is None):
             given, missing = ("certificate", "key") if self.tls_key is None else ("key", "certificate")
             raise ValueError(f"ServeConfig.tls_{given} is given and tls_{missing} is not; https needs both")
         transport = self.generator.weight_transport
@@ -155,7 +155,7 @@ def model_options(config: ServeConfig, models: Mapping[str, Path]) -> list[Model
     names = {model: [model, str(directory)] for model, directory in models.items()}
     for further in config.names:
         alias, _, model = further.partition("=")
-        model = model or (config.model[0] if len(config.model) == 1 else "")  # without "=": the only model
+        model = model or (config.model[0] if len(config.model) == 1 else "")
         if model not in names:
             raise ValueError(
                 f"ServeConfig.names has {further!r}; with several models it must be NAME=MODEL, where MODEL is one of "
@@ -185,5 +185,5 @@ def _parsers(field: str, given: Sequence[str], models: Mapping[str, Path]) -> di
                 f"ServeConfig.{field} has {entry!r}; it must be PARSER, or MODEL=PARSER, where MODEL is one of "
                 f"{', '.join(models)}"
             )
-        found.update(dict.fromkeys([model] if model else models, parser))  # later entries replace earlier ones
+        found.update(dict.fromkeys([model] if model else models, parser))
     return found

@@ -81,13 +81,12 @@ class Database:
         event.listen(self._engine, "connect", _configure)
         _Table.metadata.create_all(self._engine)
         self._add_columns()
-        self._session = sessionmaker(self._engine, expire_on_commit=False)  # rows stay readable after their transaction
+        self._session = sessionmaker(self._engine, expire_on_commit=False)
 
     def _add_columns(self) -> None:
         """Gives tables of an older server the columns that they lack, empty."""
         with self._engine.begin() as connection:
             for table in _Table.metadata.sorted_tables:
-                # by what is in the file, not by a version number
                 found = {column["name"] for column in inspect(connection).get_columns(table.name)}
                 for column in table.columns:
                     if column.name not in found:
@@ -102,7 +101,7 @@ class Database:
     def save(self, row: TrainingRunRow | CheckpointRow) -> None:
         """Adds a row, or replaces the one with its key."""
         with self._session.begin() as session:
-            session.merge(row)  # by primary key
+            session.merge(row)
 
     def run(self, run_id: str) -> TrainingRunRow | None:
         """One training run."""
@@ -120,7 +119,6 @@ class Database:
         """The training runs of one user, or of all, the one with the newest request first."""
         query = select(TrainingRunRow).order_by(TrainingRunRow.last_request_at.desc())
         with self._session() as session:
-            # one row proves it
             return list(session.scalars(query if user is None else query.where(TrainingRunRow.user == user)))
 
     def checkpoint(self, path: str) -> CheckpointRow | None:
@@ -147,7 +145,7 @@ class Database:
     def touch(self, run: TrainingRunRow) -> None:
         """Notes a request of a run, to within a second: a transaction takes as long as the rest of a request."""
         at = now()
-        if at - run.last_request_at >= _TOUCHED_AGAIN:  # most requests change nothing
+        if at - run.last_request_at >= _TOUCHED_AGAIN:
             run.last_request_at = at
             self.save(run)
 

@@ -71,7 +71,6 @@ class Gateway:
         self.started = time.monotonic()
         self.sessions: dict[str, ClientSession] = {}
         self.training: dict[str, TrainingClient] = {}
-        # a path that is being loaded -> the task, which repeated requests share
         self._from_paths: dict[str, asyncio.Task[Sampler]] = {}
         self._loaded = LoadedCheckpoints(self.models, self.archive, self.database, self.training)
 
@@ -81,7 +80,7 @@ class Gateway:
         """A new session of a user. Raises ValueError for a name or metadata that no answer could hold."""
         texts("display_name", {"": request.display_name})
         session = ClientSession(
-            id=uuid.uuid4().hex[:16],  # 64 bits; the id is also a part of paths
+            id=uuid.uuid4().hex[:16],
             user=user,
             user_metadata=texts("user_metadata", request.user_metadata),
             display_name=request.display_name,
@@ -100,11 +99,10 @@ class Gateway:
 
     def owner(self, named: str) -> str | None:
         """The user of what an id or a `tinker://` path names; None if nothing is known of it."""
-        if (pending := self.answers.find(named)) is not None:  # a request's id says nothing about its owner
+        if (pending := self.answers.find(named)) is not None:
             named = pending.owner
         session_id = named.removeprefix("tinker://").partition("/")[0].partition(":")[0]
         session = self.sessions.get(session_id)
-        # a session of an earlier server is known by its runs
         return self.database.owner(session_id) if session is None else session.user
 
     async def end_session(self, session_id: str) -> None:
@@ -112,26 +110,25 @@ class Gateway:
         if self.sessions.pop(session_id, None) is None:
             return
         await self.samplers.cancel_session(session_id)  # before the adapters: sampling still reads them
-        # a list, because `pop` changes the dictionary
         for run_id in [run_id for run_id in self.training if run_id.startswith(f"{session_id}:train:")]:
-            with errors_logged():  # one that fails must not keep the others alive
+            with errors_logged():
                 await self.training.pop(run_id).close()
             self._say(f"{run_id} ended")
         for model, policy in self.samplers.forget_session(session_id):
             with errors_logged():
-                await model.snapshots.drop(policy)  # only what no other session samples from
+                await model.snapshots.drop(policy)
         self.answers.forget_owner(session_id)
 
     async def sweep(self) -> None:
         """Ends silent sessions, forgets fetched results and deletes expired checkpoints, again and again."""
         while True:
             await asyncio.sleep(_SWEEP_S)
-            limit = asyncio.get_running_loop().time() - SESSION_S  # on the clock of `last_seen`
+            limit = asyncio.get_running_loop().time() - SESSION_S
             for session in [session for session in self.sessions.values() if session.last_seen < limit]:
                 await self.end_session(session.id)
             with errors_logged():
                 self.answers.sweep()
-                await asyncio.to_thread(self.archive.delete_expired)  # deleting gigabytes takes seconds
+                await asyncio.to_thread(self.archive.delete_expired)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -156,8 +153,7 @@ class Gateway:
         session = self.session(request.session_id)
 
         def made() -> _Made:
-            config = request.lora_config or types.LoraConfig(rank=32)  # the SDK's own default
-            # before a row is written: a refused client leaves nothing
+            config = request.lora_config or types.LoraConfig(rank=32)
             self._check_new(request.base_model, config.rank, request.optimizer_config.type)
             check_between(-MAX_SEED, MAX_SEED, seed=config.seed or 0)
             row = TrainingRunRow(
@@ -203,7 +199,7 @@ class Gateway:
 
         def made() -> _Made:
             source = self.database.run(CheckpointPath.parse(request.path).run_id)
-            if source is None:  # of an exported model, or of another server
+            if source is None:
                 raise ValueError(f"there is no training run of {request.path}")
             base_model = request.base_model or source.base_model
             optimizer = request.optimizer_config
@@ -213,7 +209,7 @@ class Gateway:
                 user=session.user,
                 base_model=base_model,
                 directory=self.models.find(base_model).tokenizer,
-                rank=source.rank,  # a checkpoint fits no other shape
+                rank=source.rank,
                 seed=source.seed,
                 train_attn=source.train_attn,
                 train_mlp=source.train_mlp,
@@ -231,7 +227,7 @@ class Gateway:
         if client is None:
             saved = "; its checkpoints can be loaded into a new one" if self.database.run(run_id) else ""
             raise HTTPException(404, f"training client {run_id} has ended, or never was{saved}")
-        self.session(run_id.partition(":")[0])  # keeps the session
+        self.session(run_id.partition(":")[0])
         return client
 
     def submit(
@@ -243,14 +239,12 @@ class Gateway:
             raise HTTPException(422, f"seq_id is {number}; a call of a training client needs its sequence number")
         pending, new = self.answers.open((run_id, number), run_id.partition(":")[0])
         if new:
-            # not yet begun: calls run in the order of their numbers
             client.turns.put(number, lambda: call(client), pending)
             self.database.touch(client.run)
         return pending
 
     def _begin(self, session: ClientSession, number: int, made: Callable[[], _Made]) -> PendingAnswer:
         """Adds a training client, whose first call, number 0, makes its adapter."""
-        # the first call of a client is the one that makes it
         pending, new = self.answers.open((f"{session.id}:train:{number}", 0), session.id)
         if new:
             try:
@@ -320,7 +314,7 @@ class Gateway:
             return sampler.model, sampler.policy
         if name in self.training:
             client = self.training_client(name)
-            return client.model, await client.freeze()  # the version at the time of this request
+            return client.model, await client.freeze()
         return self.models.find(name), None
 
     def sample(self, request: types.SampleRequest) -> PendingAnswer:
@@ -357,7 +351,7 @@ class LoadedCheckpoints:
         row, folder = self._archive.find_ours(path)
         run = self._database.run(row.run_id)
         assert run is not None, "a checkpoint's run is in the database before the checkpoint"
-        if run.rank == 0:  # all weights: no generator of adapters can hold them
+        if run.rank == 0:
             if (client := self._training.get(run.id)) is None:
                 raise ValueError(unloaded_whole(path))
             policy = await client.freeze_saved(path)
@@ -365,7 +359,6 @@ class LoadedCheckpoints:
         async with self._loading:  # one at a time: each takes an adapter's place in the trainer
             model = self._models.find(run.base_model)
             saved_at, known = self._policies.get(path, (None, None))
-            # an overwritten path has another time
             if known is not None and saved_at == row.created_at and known in model.snapshots:
                 return model, run.base_model, known
             self._num_loaded += 1
@@ -378,7 +371,7 @@ class LoadedCheckpoints:
             finally:
                 await trainer.drop()
             self._policies[path] = row.created_at, policy
-            kept = {  # the generator has given up the others
+            kept = {
                 path: of_path
                 for path, of_path in self._policies.items()
                 if any(of_path[1] in m.snapshots for m in self._models)

@@ -101,7 +101,7 @@ class Keys:
             status = self._file.stat()
         except FileNotFoundError:
             return {}
-        if self._seen != (status.st_mtime_ns, status.st_ino):  # `stat` alone costs microseconds, for every request
+        if self._seen != (status.st_mtime_ns, status.st_ino):
             entries = self._read()
             self._users = {e.sha256: User(name=name, is_operator=e.operator) for name, e in entries.items()}
             self._seen = status.st_mtime_ns, status.st_ino
@@ -118,7 +118,7 @@ class Keys:
     @contextmanager
     def _changing(self) -> Generator[dict[str, _Entry]]:
         """What the file holds; changes are written when the block ends without an error."""
-        self._file.parent.mkdir(parents=True, exist_ok=True)  # a server that was never started has no folder
+        self._file.parent.mkdir(parents=True, exist_ok=True)
         with self._file.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two operators may change keys at once
             entries = self._read()

@@ -60,7 +60,7 @@ async def get_server_capabilities(door: Door) -> types.GetServerCapabilitiesResp
 @listing.get("/training_runs")
 async def training_runs(door: Door, user: Caller, limit: Count = 20, offset: Count = 0) -> types.TrainingRunsResponse:
     """The user's training runs, the one with the newest request first."""
-    rows = door.database.runs(_seen_by(user))  # runs of one user are few: paging happens here
+    rows = door.database.runs(_seen_by(user))
     page = rows[offset : offset + limit]
     cursor = types.Cursor(offset=offset, limit=limit, total_count=len(rows))
     return types.TrainingRunsResponse(training_runs=[_run(door, row) for row in page], cursor=cursor)
@@ -107,7 +107,7 @@ async def weights_info(body: TinkerPath, door: Door) -> types.WeightsInfoRespons
     """What a checkpoint is of."""
     path = CheckpointPath.parse(body.tinker_path)
     row = _found(door, path.run_id)
-    _path(door, path.run_id, path.kind, path.name)  # a run may exist without this checkpoint
+    _path(door, path.run_id, path.kind, path.name)
     return types.WeightsInfoResponse(
         base_model=row.base_model,
         is_lora=row.rank > 0,
@@ -146,7 +146,7 @@ async def sessions(door: Door, user: Caller, limit: Count = 20, offset: Count = 
     return types.ListSessionsResponse(sessions=seen[offset : offset + limit])
 
 
-def _seen_by(user: User) -> str | None:  # None means all
+def _seen_by(user: User) -> str | None:
     return None if user.is_operator else user.name
 
 
@@ -168,7 +168,7 @@ def _path(door: Gateway, run_id: str, kind: str, name: str) -> str:
 def _run(door: Gateway, row: TrainingRunRow) -> types.TrainingRun:
     saved = [_checkpoint(checkpoint) for checkpoint in door.database.checkpoints(row.id)]
     newest: dict[str, Any] = {}
-    for checkpoint in saved:  # rows are newest first, so the first of its type is kept
+    for checkpoint in saved:
         newest.setdefault(checkpoint.checkpoint_type, checkpoint)
     return types.TrainingRun(
         training_run_id=row.id,
@@ -232,7 +232,7 @@ async def external_weights_urls(
     signatures: Signatures = request.app.state.signatures
     expires = int(time.time()) + VALID_S
     urls: dict[str, str] = {}
-    for file in sorted(file for file in folder.rglob("*") if file.is_file()):  # sorted, so that two answers are equal
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
         relative = str(file.relative_to(folder))
         path = f"{DOWNLOADS}{run_id}/{name}/{relative}"
         query = urlencode({"expires": expires, "signature": signatures.sign(path, expires)})
@@ -250,6 +250,6 @@ async def download(
     signatures.check(f"{DOWNLOADS}{run_id}/{name}/{relative}", expires, signature)
     gateway: Gateway = request.app.state.gateway
     _, folder = gateway.archive.find(str(CheckpointPath(run_id=run_id, kind=EXPORTED, name=name)))
-    if not (folder / relative).is_file():  # `sign` saw this very path, so it cannot lead outside
+    if not (folder / relative).is_file():
         raise HTTPException(404, f"there is no file {relative} in this checkpoint any more")
     return FileResponse(folder / relative)

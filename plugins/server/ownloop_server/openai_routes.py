@@ -31,9 +31,7 @@ openai_routes = APIRouter(prefix=PREFIX)
 async def models(door: Door, user: Caller) -> dict[str, Any]:
     """The base models, the user's training clients and the checkpoints to sample from."""
     seen_by = None if user.is_operator else user.name
-    # runs that have ended cannot be sampled from
     runs = [run.id for run in door.database.runs(seen_by) if run.id in door.training]
-    # an export is there to download
     paths = [row.path for row in door.database.checkpoints(user=seen_by) if f"/{EXPORTED}/" not in row.path]
     cards = [{"id": name, "object": "model", "owned_by": "ownloop"} for name in (*door.models.names, *runs, *paths)]
     return {"object": "list", "data": cards}
@@ -62,7 +60,7 @@ async def _answer(kind: str, request: Request, gateway: Gateway, user: User) -> 
     except HTTPException as error:
         return failure(error.status_code, error.detail)
     call = OpenAICall(kind=kind, body=raw, policy=policy, model=name)
-    answering = _sample(model, policy, call)  # nothing runs before the first item is asked for
+    answering = _sample(model, policy, call)
     try:
         reply = await first_or_gone(answering, request)
     except ValueError as error:
@@ -83,7 +81,7 @@ async def _sample(model: ServedModel, policy: Policy, call: OpenAICall) -> Async
     """Yields the reply, and then the events of its stream. The policy is kept until the end."""
     if model.openai is None:
         raise ValueError(f"{model.names[0]} is not served at OpenAI's endpoints")
-    async with model.snapshots.use(policy):  # for as long as events come: the version may be asked to make room
+    async with model.snapshots.use(policy):
         reply = await model.openai(call)
         yield reply
         if not isinstance(reply.body, str):
@@ -113,9 +111,7 @@ def _check(raw: bytes) -> str:
     if not isinstance(body, dict) or not isinstance(body.get("model"), str):
         raise ValueError("model is missing; GET models lists what there is")
     prompt, n = body.get("prompt"), body.get("n") or 1
-    # token ids are one prompt, a list of texts or of lists are many
     num_prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
-    # as many samples as one request of the SDK may ask for
     if not isinstance(n, int) or not 1 <= n * num_prompts <= MAX_SAMPLES:
         raise ValueError(f"n is {n}, for {num_prompts} prompts; together they must be from 1 to {MAX_SAMPLES} samples")
     return body["model"]

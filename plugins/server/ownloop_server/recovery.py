@@ -62,7 +62,6 @@ class RestartingTrainer:
         if dead is not self.running:  # another adapter has noticed it first, and a new trainer runs
             return
         if self._starting is None:
-            # a client that leaves must not stop it for the others
             self._starting = asyncio.create_task(self._start_again(error))
         await asyncio.shield(self._starting)
 
@@ -74,7 +73,7 @@ class RestartingTrainer:
             self.running = await self._start()
             self._say(f"{error.mesh} runs again; adapters are restored as their clients need them")
         finally:
-            self._starting = None  # a failed start may be tried again
+            self._starting = None
 
 
 class RecoveringAdapter:
@@ -100,7 +99,7 @@ class RecoveringAdapter:
     async def make(cls, base: RestartingTrainer, name: str, config: LoRAConfig, folder: Path) -> "RecoveringAdapter":
         """A new adapter. Raises as `Trainer.adapter`."""
         made = cls(base, name, config, folder)
-        await made._run(_nothing)  # makes it now, so that the caller gets the error
+        await made._run(_nothing)
         return made
 
     async def policy_version(self) -> int:
@@ -114,7 +113,6 @@ class RecoveringAdapter:
         size_bytes = sum(
             datum.tokens.nbytes + sum(array.nbytes for array in datum.loss_inputs.values()) for datum in batch
         )
-        # kept with its batch, to be repeated
         output = await self._change(lambda trainer: trainer.forward_backward(batch, loss, loss_config), size_bytes)
         self._has_gradient = True
         return output
@@ -160,7 +158,6 @@ class RecoveringAdapter:
         """As `Trainer.load_checkpoint`."""
         version = await self._change(lambda trainer: trainer.load_checkpoint(path, weights_only=weights_only))
         self._has_gradient = False
-        # what was done before does not count any more
         await self._begin_at(partial(_copy, path), weights_only=weights_only)
         return version
 
@@ -200,7 +197,7 @@ class RecoveringAdapter:
             except MeshError as error:
                 if error.mesh == "store":  # without it nothing can be published; the server ends
                     raise
-                self._trainer = None  # this adapter died with its trainer
+                self._trainer = None
                 if died_before:
                     raise
                 died_before = True
@@ -210,7 +207,7 @@ class RecoveringAdapter:
     async def _change(self, call: Callable[[Trainer], Awaitable[T]], size_bytes: int = 0) -> T:
         """Makes a call that changes the adapter, and notes it."""
         began = time.monotonic()
-        result = await self._run(call)  # if it raises, nothing is noted: it changed nothing
+        result = await self._run(call)
         self._calls.append(call)
         self._calls_s += time.monotonic() - began
         self._calls_bytes += size_bytes
@@ -225,7 +222,7 @@ class RecoveringAdapter:
                 await trainer.load_checkpoint(path, weights_only=weights_only)
             for call in self._calls:
                 await call(trainer)
-        except ValueError as error:  # what ran before cannot fail now, unless the checkpoint has gone
+        except ValueError as error:
             await trainer.drop()
             raise AdapterLostError(
                 f"the trainer died, and its successor could not restore this adapter ({error}); make a training client "
@@ -242,7 +239,7 @@ class RecoveringAdapter:
         point = self._folder / str(self._num_points)
         try:
             await write(point)
-        except MeshError:  # the trainer died: `_run` has dealt with it, or its caller will
+        except MeshError:
             raise
         except Exception:
             traceback.print_exc()
@@ -251,7 +248,7 @@ class RecoveringAdapter:
             return
         before, self._origin = self._origin, (point, weights_only)
         self._calls, self._calls_s, self._calls_bytes = [], 0.0, 0
-        if before is not None:  # only now that the new one counts
+        if before is not None:
             shutil.rmtree(before[0], ignore_errors=True)
 
 
@@ -319,10 +316,10 @@ class Snapshots:
 
     async def _publish(self, trainer: Trainer, pull: Callable[[int], Awaitable[Policy]]) -> Policy:
         """Pushes and pulls; once more if a process died meanwhile, because pushed weights are lost with a trainer."""
-        for is_last in (False, True):  # the second push is made by the new trainer
+        for is_last in (False, True):
             version = await trainer.push_model_state_dict()
             try:
-                async with self._pulling:  # one at a time: two could find room for one
+                async with self._pulling:
                     policy = await pull(version)
                     self._note_use(policy)
                     return policy
@@ -344,10 +341,10 @@ class Snapshots:
             )
         self._note_use(policy)
         self._running[policy] += 1
-        try:  # its place is not given up while it runs
+        try:
             yield
         except PolicyLostError:
-            await self.drop(policy)  # the generator that took its place does not have it
+            await self.drop(policy)
             raise ValueError(
                 "this sampling client's weights were lost when the generator died; make a new sampling client, or "
                 "sample from a saved path"
@@ -368,13 +365,12 @@ class Snapshots:
             await self.drop(policy)
 
     def _note_use(self, policy: Policy) -> None:
-        self._kept.pop(policy, None)  # taken out first, so that it comes last
+        self._kept.pop(policy, None)
         self._kept[policy] = None
 
     async def _make_room(self) -> None:
         if len(self._kept) < self.max_kept:
             return
-        # in the order of use: the one that was used longest ago
         idle = next((policy for policy in self._kept if self._running[policy] == 0), None)
         if idle is None:
             raise ValueError(

@@ -83,7 +83,6 @@ class SamplingClients:
         """Makes one."""
         of_session = self.of_session(session_id)
         if len(of_session) >= MAX_PER_SESSION:
-            # one whose weights are gone is of no use; else the oldest
             del self._samplers[next(filter(self._is_useless, of_session), of_session[0])]
         sampler_id = f"{session_id}:sample:{number}"
         sampler = Sampler(id=sampler_id, model=model, base_model=base_model, policy=policy, path=path)
@@ -97,7 +96,6 @@ class SamplingClients:
     def forget_session(self, session_id: str) -> set[tuple[ServedModel, Policy]]:
         """Ends a session's clients. Returns the policies that no client samples from any more, with their models."""
         ended = [self._samplers.pop(sampler_id) for sampler_id in self.of_session(session_id)]
-        # clients of other sessions may sample from the same version
         used = {(sampler.model, sampler.policy) for sampler in self._samplers.values()}
         given_up: set[tuple[ServedModel, Policy]] = {(sampler.model, sampler.policy) for sampler in ended} - used
         return given_up
@@ -109,7 +107,7 @@ class SamplingClients:
             pending.set(await answer(lambda: self.sample(sampler, request)))
 
         def ended(_: object) -> None:
-            del self._tasks[pending.id]  # in all cases, also when the task was cancelled before it began
+            del self._tasks[pending.id]
             # The first answer counts, so this is for a request that has none.
             pending.set(Answer.failure(ValueError("the request was cancelled, or its session has ended")))
 
@@ -127,7 +125,7 @@ class SamplingClients:
         tasks = [task for pending, task in self._tasks.values() if pending.owner == session_id]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # cancelled ones raise here, which is what is wanted
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def sample(self, sampler: Sampler, request: types.SampleRequest) -> Answer:
         """Answers one request. Raises ValueError for what cannot be sampled."""
@@ -137,7 +135,6 @@ class SamplingClients:
         self.num_running += 1
         try:
             async with sampler.model.snapshots.use(sampler.policy):
-                # the prompt's own samples and the targets share the engine's batch
                 completions, *scored = await asyncio.gather(
                     generate(prompt, sampling, request.num_samples, policy=sampler.policy),
                     *(generate(text, _SCORE, policy=sampler.policy) for text in targets.texts),
@@ -215,7 +212,6 @@ def _scores_all(request: types.SampleRequest) -> bool:
     return bool(request.prompt_logprobs) or request.target_prompt_logprobs is not None
 
 
-# a prompt that fills the context
 def _read_max_tokens(request: types.SampleRequest, num_prompt_tokens: int, model: ServedModel) -> int:
     """The tokens to sample. Raises ValueError for more than the context has room for.
 
@@ -260,7 +256,7 @@ def read_targets(request: types.SampleRequest, prompt: Sequence[int], model: Ser
     asked, name = request.target_prompt_logprobs, "target_prompt_logprobs"
     if asked is None:
         return Targets()
-    shape = asked.shape or []  # JSON may lack it
+    shape = asked.shape or []
     # row r belongs to token r + 1: the first has no log-prob
     if asked.dtype != "int64" or len(shape) != 2 or shape[0] != len(prompt) - 1:
         raise ValueError(
@@ -268,7 +264,7 @@ def read_targets(request: types.SampleRequest, prompt: Sequence[int], model: Ser
             "every token of the prompt but the first"
         )
     if asked.sparse_crow_indices is None:
-        if len(asked.data) != shape[0] * shape[1]:  # before memory is taken for the rows
+        if len(asked.data) != shape[0] * shape[1]:
             raise ValueError(f"{name} has {len(asked.data)} values and shape {shape}; they must agree")
         rows = np.repeat(np.arange(shape[0]), shape[1])
     else:
@@ -288,18 +284,17 @@ def read_targets(request: types.SampleRequest, prompt: Sequence[int], model: Ser
             raise ValueError(
                 f"{name} has {token}; token ids are from 0 to {model.vocab_size - 1}, and -1 asks for nothing"
             )
-        key = None if token == prompt[row + 1] else (row, token)  # the prompt's own token needs no text of its own
+        key = None if token == prompt[row + 1] else (row, token)
         if token >= 0 and key not in texts:
-            # texts with a common beginning share the engine's prefix cache
             texts[key] = tuple(prompt) if key is None else (*prompt[: row + 1], token)
             numbers[key] = len(numbers)
             num_tokens += len(texts[key])
-        if num_tokens > MAX_TARGET_TOKENS:  # checked as it grows, so that a large request costs little
+        if num_tokens > MAX_TARGET_TOKENS:
             raise ValueError(
                 f"{name} has {len(asked.data)} cells for a prompt of {len(prompt)} tokens; every id is computed with "
                 f"the tokens before it, at most {MAX_TARGET_TOKENS} tokens in all: ask for fewer ids at a time"
             )
-        cells.append((numbers[key], row) if token >= 0 else None)  # position `row` of the text's log-probs
+        cells.append((numbers[key], row) if token >= 0 else None)
     return Targets(tuple(cells), tuple(texts.values()))
 
 
@@ -338,11 +333,10 @@ def encode_completions(completions: list[Completion], request: types.SampleReque
             tokens=np.asarray(completion.tokens, np.int32).tobytes(),
             logprobs=np.asarray(completion.logprobs, np.float32).tobytes(),
         )
-    # of the prompt, so equal for all samples
     if (topk := completions[0].topk_prompt_logprobs) and request.topk_prompt_logprobs:
         response.topk_prompt_logprobs.CopyFrom(_encode_topk(topk, last_n))
     if request.prompt_logprobs and (scored := completions[0].prompt_logprobs) is not None:
-        logprobs = np.asarray([np.nan, *scored], np.float32)  # the first token has nothing before it
+        logprobs = np.asarray([np.nan, *scored], np.float32)
         if last_n is not None:
             logprobs[: len(logprobs) - last_n] = np.nan
         response.prompt_logprobs = logprobs.tobytes()
@@ -353,7 +347,7 @@ def _encode_topk(rows: Sequence[Sequence[tuple[int, float]]], last_n: int | None
     """The most probable tokens, [P - 1, K], of all positions of a prompt but the first; of the last `last_n` only."""
     array = np.asarray(rows)  # [P - 1, K, 2]; float64 holds every token id
     tokens = np.zeros((len(rows) + 1, array.shape[1]), np.int32)
-    logprobs = np.full(tokens.shape, _NO_LOGPROB, np.float32)  # the first row stays without
+    logprobs = np.full(tokens.shape, _NO_LOGPROB, np.float32)
     first = 1 if last_n is None else len(tokens) - last_n
     tokens[first:], logprobs[first:] = array[first - 1 :, :, 0], array[first - 1 :, :, 1]
     return messages.TopkLogprobs(

@@ -157,7 +157,7 @@ class WholeModels:
         self._running.append(stack)
 
         async def end() -> None:
-            if stack in self._running:  # the second call finds nothing to do
+            if stack in self._running:
                 self._running.remove(stack)
                 await stack.aclose()
                 self._places.num_free += 1
@@ -170,7 +170,6 @@ class WholeModels:
             await self._running.pop().aclose()
 
     async def _launch(self, stack: AsyncExitStack, name: str) -> tuple[Trainer, Generator]:
-        # its processes are its own, its store is shared
         launcher = await stack.enter_async_context(Launcher(self._config.folder / "logs", beside=self._launcher))
         generator_config = self._config.generator
         if self._config.full > 1:  # in the weight store, versions of two models without a name would be the same
@@ -185,7 +184,6 @@ class WholeModels:
 
     def _as_served(self, generator: Generator) -> ServedModel:
         async def answer(call: OpenAICall) -> OpenAIReply:
-            # has no policy by name, so its router is the plain one
             assert isinstance(generator, GeneratorRouter), "without `lora` it is"
             return await openai(generator, replace(self._options.parse(call), policy=None))
 
@@ -196,7 +194,7 @@ class WholeModels:
             adapter=_no_adapter,
             generator=by_names,
             max_rank=0,
-            max_context=self._config.generator.max_model_len,  # the whole context is one request's
+            max_context=self._config.generator.max_model_len,
             vocab_size=self._vocab_size,
             snapshots=OneVersion(by_names, 1),
             openai=answer,
@@ -209,7 +207,7 @@ class OneVersion(Snapshots):
     """The one version that a generator of a whole model holds."""
 
     async def _make_room(self) -> None:
-        for policy in list(self._kept):  # the next version takes the place of this one
+        for policy in list(self._kept):
             del self._kept[policy]  # later requests of it fail, and running ones finish
             while self._running[policy] > 0:
                 await asyncio.sleep(_POLL_S)
@@ -226,7 +224,7 @@ class WholeGenerator:
         self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
     ) -> list[Completion]:
         """As `Generator.generate`."""
-        del policy  # every policy is the model itself
+        del policy
         return await self._unbound.generate(prompt_tokens, sampling, num_samples)
 
     async def pull_model_state_dict(
@@ -239,7 +237,7 @@ class WholeGenerator:
         keep_prefix_cache: bool = False,
     ) -> None:
         """As `Generator.pull_model_state_dict`."""
-        del policy, frozen  # there is one version, the newest
+        del policy, frozen
         await self._unbound.pull_model_state_dict(version, mode=mode, keep_prefix_cache=keep_prefix_cache)
 
     async def drop_policy(self, policy: Policy) -> None:

@@ -44,7 +44,7 @@ NUM_OLD_LOGS = 2
 KEEP_ALIVE_S = 75
 """How long a connection without requests stays open. A client that sends just as it closes sees a broken pipe."""
 Say = Callable[[str], None]
-_ADAPTERS_AT_ONCE = 8  # adapters that vLLM computes in one batch
+_ADAPTERS_AT_ONCE = 8
 
 
 async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> None:
@@ -56,7 +56,7 @@ async def serve(config: ServeConfig, models: Mapping[str, Path], say: Say) -> No
     keys = Keys(config.folder)
     needs_key = needs_keys(config, keys)
     with (
-        held(config.folder),  # before anything is started or written
+        held(config.folder),
         listen(config.host, config.port) as listener,
         request_log(config.folder / "logs" / "requests.log"),
     ):
@@ -131,12 +131,10 @@ async def host(
     options = model_options(config, models)
     shutil.rmtree(config.folder / "recovery", ignore_errors=True)  # of a server that was killed
     first = await stack.enter_async_context(Launcher(config.folder / "logs"))
-    # processes of their own, in the same store
     others = [Launcher(config.folder / "logs", beside=first) for _ in range(len(models) - 1)]
     launchers = [first, *[await stack.enter_async_context(other) for other in others]]
-    places = Places(config.full)  # shared: `--full` counts for the whole server
+    places = Places(config.full)
     starts = [
-        # together: each start waits mostly for imports
         _host_one(stack, launcher, config, of_model, "" if index == 1 else f"-{index}", places, say)
         for index, (launcher, of_model) in enumerate(zip(launchers, options, strict=True), start=1)
     ]
@@ -153,7 +151,7 @@ async def _host_one(
     say: Say,
 ) -> ServedModel:
     model = options.directory
-    at_once = min(_ADAPTERS_AT_ONCE, config.max_snapshots)  # more than are kept can never be in one batch
+    at_once = min(_ADAPTERS_AT_ONCE, config.max_snapshots)
     limits = LoRALimits(max_rank=config.max_rank, max_adapters=at_once, max_loaded=config.max_snapshots)
     generator_config = replace(config.generator, lora=limits)
     # room for the largest; smaller adapters are padded
@@ -163,7 +161,6 @@ async def _host_one(
         launcher.generator(model, generator_config, name=f"generator{suffix}"),
     )
     assert isinstance(generator, BoundGenerator), "with `lora` it is"
-    # the base without an adapter, of which any number can be made
     base = await launcher.reference(model, trainer_config)
     await policy.drop()  # a loop's adapter; here every client makes its own
     restart = partial(launcher.restart_trainer, f"trainer{suffix}")
@@ -175,7 +172,7 @@ async def _host_one(
     throughput, vocab_size = Throughput(), inspect_model(model).vocab_size
     read_image = image_reader(model, config.limits.image_folder)
     whole = WholeModels(launcher, config, options, vocab_size, throughput, places, read_image)
-    stack.push_async_callback(whole.close)  # the generators of whole models end before the base's
+    stack.push_async_callback(whole.close)
     return ServedModel(
         names=options.names,
         tokenizer=str(model),

@@ -25,7 +25,6 @@ from ownloop_server.keys import User
 from rl.lora import Policy
 
 status_routes = APIRouter()
-# the page loads nothing from elsewhere
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
@@ -39,7 +38,7 @@ async def page() -> Response:
 @status_routes.get("/status.json")
 async def status(door: Door, user: Caller) -> dict[str, Any]:
     """What the page shows."""
-    memory = await asyncio.to_thread(_memory)  # walks over all processes of the host, which takes milliseconds
+    memory = await asyncio.to_thread(_memory)
     return {**status_of(door, user), **memory, "gpus": await _gpus()}
 
 
@@ -102,7 +101,7 @@ def _session(gateway: Gateway, session: ClientSession) -> dict[str, Any]:
     }
 
 
-def _in_words(policy: Policy) -> str:  # as the page shows it
+def _in_words(policy: Policy) -> str:
     if policy is None:
         return "the base model"
     return f"version {policy[1]} of {policy[0]}" if isinstance(policy, tuple) else f"the newest of {policy}"
@@ -113,7 +112,7 @@ def _memory() -> dict[str, Any]:
     own = psutil.Process()
     children: list[int] = []
     for child in own.children(recursive=True):
-        try:  # processes end and start while this runs
+        try:
             children.append(child.memory_info().rss)
         except psutil.NoSuchProcess:  # it ended in between
             continue
@@ -125,7 +124,6 @@ def _memory() -> dict[str, Any]:
 
 async def _gpus() -> list[dict[str, Any]]:
     """Memory and load of every GPU, from nvidia-smi."""
-    # without a driver there is nothing to ask
     if not Path("/proc/driver/nvidia/version").exists() or (command := shutil.which("nvidia-smi")) is None:
         return []
     query = ["--query-gpu=name,memory.used,memory.total,utilization.gpu", "--format=csv,noheader,nounits"]
@@ -135,7 +133,7 @@ async def _gpus() -> list[dict[str, Any]]:
     return [
         {"name": row[0], "used_mib": row[1], "total_mib": row[2], "busy_percent": row[3]}
         for row in rows
-        if len(row) == 4  # an error message has other columns
+        if len(row) == 4
     ]
 
 
@@ -149,7 +147,7 @@ class _Tokens:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    def collect(self) -> Iterable[CounterMetricFamily]:  # Prometheus adds `_total` to the name
+    def collect(self) -> Iterable[CounterMetricFamily]:
         """As Prometheus' client asks for it."""
         counter = CounterMetricFamily("gateway_tokens", "Tokens trained and sampled.", labels=("model", "work"))
         for model in self._gateway.models:
@@ -181,17 +179,15 @@ def add_monitoring(app: FastAPI, gateway: Gateway) -> None:
         ("requests_waiting", "Accepted requests without a result.", lambda: gateway.answers.num_waiting),
         ("results_kept", "Requests whose result may still be asked for.", lambda: len(gateway.answers)),
     ):
-        # read when Prometheus asks, so nothing has to be kept up to date
         Gauge(f"gateway_{name}", text, registry=registry).set_function(value)
 
     registry.register(_Tokens(gateway))
 
     async def metrics() -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)  # in Prometheus' text form
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     def watch(scope: Scope, status: int, took_s: float) -> None:
         # The route's pattern: paths hold ids, and a series per id would grow without end.
-        # unknown for what `Access` refused, which no route has seen
         route = getattr(scope.get("route"), "path", "unknown")
         requests.labels(route, str(status)).inc()
         seconds.labels(route).observe(took_s)
@@ -220,12 +216,12 @@ class _Watched:
             await self._app(scope, receive, send)
             return
         began = time.perf_counter()
-        status = 500  # of a request whose handler raised
+        status = 500
 
         async def noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]  # the first message has the status; others have parts of the body
+                status = message["status"]
             await send(message)
 
         try:

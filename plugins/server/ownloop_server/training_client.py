@@ -69,7 +69,6 @@ class TrainingClient:
     async def load(self, path: str, *, optimizer: bool) -> Answer:
         """Puts a checkpoint in the adapter's place. The accumulated gradient is dropped."""
         _, folder = self._archive.find_ours(path)
-        # checkpoints to sample from have no moments of the optimizer
         if optimizer and CheckpointPath.parse(path).kind != "weights":
             raise ValueError(f"{path} was saved for sampling and has no optimizer state; use a path of save_state")
         self._num_adapters += 1  # another name, as `_adapter_name` explains
@@ -78,11 +77,10 @@ class TrainingClient:
             trainer = await self._begin_whole() if self._trainer is None else self._trainer
             await trainer.load_checkpoint(folder, weights_only=not optimizer)
             return Answer.json({"type": "load_weights", "path": path, "model_id": self.run.id})
-        # beside the old one, which stays if the load fails
         loaded = await self.model.adapter(self._adapter_name, self.run.lora)
         try:
             await loaded.load_checkpoint(folder, weights_only=not optimizer)
-        except BaseException:  # also when cancelled
+        except BaseException:
             await loaded.drop()
             raise
         replaced, self._trainer = self._trainer, loaded
@@ -94,7 +92,6 @@ class TrainingClient:
         if self.model.whole is None:
             raise ValueError("this server has no room for full fine-tuning, which `ownloop serve --full 1` makes")
         self._whole = await self.model.whole()
-        # sampling clients then use the generator of this training
         self._trainer, self.model = self._whole.trainer, self._whole.served
         return self._trainer
 
@@ -105,13 +102,11 @@ class TrainingClient:
 
         `own_losses` are the losses that the client's session has made, by id.
         """
-        # in a thread: a large batch takes tenths of a second
         batch = await asyncio.to_thread(read_batch, request, own_losses, self.model.read_image)
         if batch.forward_only:
             output = await self._current.forward(batch.data, entropy=batch.loss.needs_entropy)
             metrics = await asyncio.to_thread(_evaluate, batch, output)
         else:
-            # by its name, as the handle takes it; a custom one has no name to find it by
             loss = batch.loss if batch.loss.name == "custom" else batch.loss.name
             output = await self._current.forward_backward(batch.data, loss, _options(batch))
             metrics = output.metrics
@@ -133,7 +128,7 @@ class TrainingClient:
             raise ValueError(f"the optimizer is {params.type!r}; pass AdamParams or DimuonParams")
         output = await self._current.optim_step(step)
         self.num_steps += 1
-        self._saved_now.clear()  # the weights have changed
+        self._saved_now.clear()
         metrics = {"policy_version": float(output.policy_version), "skipped": float(output.skipped)}
         if math.isfinite(output.grad_norm):  # JSON has no infinity; a skipped step has such a norm
             metrics["grad_norm"] = output.grad_norm
@@ -196,7 +191,7 @@ class TrainingClient:
     async def close(self) -> None:
         """Gives the adapter up. Its checkpoints, and frozen versions that are kept, stay."""
         await self.turns.close()
-        trainer, self._trainer = self._trainer, None  # a call after this one finds no trainer
+        trainer, self._trainer = self._trainer, None
         if self._whole is not None:
             await self._whole.end()  # ends its processes, and the trainer with them
         elif trainer is not None:
@@ -226,19 +221,18 @@ def unloaded_whole(path: str) -> str:
 def _options(batch: TrainingBatch) -> Mapping[str, Any]:
     """The loss's options, as `Trainer.forward_backward` takes them."""
     shared = {name: getattr(batch.loss.shared, name) for name in batch.loss.takes}
-    return {**batch.loss.options, **shared}  # only what the loss accepts; others would be refused
+    return {**batch.loss.options, **shared}
 
 
 def _evaluate(batch: TrainingBatch, output: ForwardBackwardOutput) -> Mapping[str, float]:
     """The loss of a forward pass, by the same function as in training."""
 
     def joined(arrays: list[np.ndarray[Any, Any]]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(arrays))  # of all datums, one after the other
+        return torch.from_numpy(np.concatenate(arrays))
 
     lengths = [len(datum.tokens) for datum in batch.data]
     inputs = LossInputs(
         arrays={name: joined([d.loss_inputs[name] for d in batch.data]) for name in batch.data[0].loss_inputs},
-        # which datum each position belongs to
         datum_index=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
         num_datums=len(lengths),
     )

@@ -41,7 +41,7 @@ class Server(uvicorn.Server):
         try:
             await asyncio.shield(running)  # a cancellation must not reach uvicorn in the middle of an answer
         finally:
-            self.should_exit = self.force_exit = True  # without waiting for connections that stay open
+            self.should_exit = self.force_exit = True
             await running
 
 
@@ -52,13 +52,13 @@ async def first_or_gone(answering: AsyncGenerator[T], request: Request) -> T | N
         return await anext(answering)
 
     async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":  # other messages are parts of the body
+        while (await request.receive())["type"] != "http.disconnect":
             pass
 
     replying, going = asyncio.create_task(reply()), asyncio.create_task(gone())
     try:
         await asyncio.wait((replying, going), return_when=asyncio.FIRST_COMPLETED)
-        return replying.result() if replying.done() else None  # both may be done: the reply counts
+        return replying.result() if replying.done() else None
     finally:
         for task in (replying, going):
             task.cancel()

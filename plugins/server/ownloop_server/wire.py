@@ -29,7 +29,6 @@ from rl.types import REPORTED_WEIGHT, Datum
 SERVED_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 """Tinker's losses that have a published formula. `forward_backward_custom` is made of them by the client."""
 OWN_LOSS = "for a loss of your own, there are create_custom_loss, and forward_backward_custom with a function"
-# besides what the loss needs
 _OPTIONAL_INPUTS = ("weights", "old_logprobs", "reference_logprobs", "temperature", "kept")
 """Two are inputs of this server alone: `temperature`, at which the client sampled, the same number at every token, and
 `kept`, int64 [N, W], the words that its cut left for each target, filled up with -1; nothing but -1 for all words."""
@@ -56,10 +55,10 @@ def decode_request(body: bytes, encoding: str | None, max_bytes: int) -> message
     if encoding == "zstd":
         try:
             with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-                body = reader.read(max_bytes + 1)  # one byte more than allowed shows that there is more
+                body = reader.read(max_bytes + 1)
         except zstandard.ZstdError as error:
             raise ValueError(f"the body is not zstd, as its Content-Encoding says: {error}") from None
-    if len(body) > max_bytes:  # also for a body that is not compressed
+    if len(body) > max_bytes:
         raise ValueError(f"the request is larger than {max_bytes} bytes; send fewer datums at a time")
     request = messages.ForwardBackwardRequest()
     try:
@@ -72,7 +71,6 @@ def decode_request(body: bytes, encoding: str | None, max_bytes: int) -> message
 def check_size(request: messages.ForwardBackwardRequest, limits: Limits) -> None:
     """Raises ValueError for a batch that is larger than the server takes at once."""
     chunks = [chunk for datum in request.data for chunk in datum.model_input]
-    # int32, so four bytes a token; an image says how many it has
     num_tokens = sum(len(chunk.encoded_text.tokens) // 4 + chunk.image.expected_tokens for chunk in chunks)
     for what, found, limit, option in (
         ("datums", len(request.data), limits.batch_datums, "batch-datums"),
@@ -110,15 +108,13 @@ def encode_output(batch: TrainingBatch, logprobs: Sequence[NDArray[np.float32]],
     Metrics get the name of their reduction, by which the client merges the metrics of one call's requests.
     """
     output = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    remaining = iter(logprobs)  # log-probs come one per datum of ours: K for one with K targets
+    remaining = iter(logprobs)
     for width in batch.widths:
-        # the columns of its targets, side by side
         array = next(remaining) if width == 0 else np.stack([next(remaining) for _ in range(width)], axis=1)
         record = output.loss_fn_outputs.add(num_datums=1)
         field = record.fields["logprobs"]
         field.dtype = messages.DTYPE_FLOAT32
         field.data = np.ascontiguousarray(array, dtype=np.float32).tobytes()
-        # where each datum begins and ends, in bytes
         field.offsets = np.array([0, array.size * 4], dtype=np.int64).tobytes()
         if width:
             field.trailing_shape.append(width)
@@ -140,7 +136,6 @@ def _with_reduction(name: str) -> str:
 
 def traced_loss(request: types.CreateCustomLossRequest) -> Loss:
     """The loss that a client sends as a graph. Raises ValueError for one that this server does not run."""
-    # log-probs come first, and are the only input with a gradient
     if [each.name for each in request.inputs[:1]] != ["logprobs"] or any(each.rank == 2 for each in request.inputs):
         ranks = {each.name: each.rank for each in request.inputs}
         raise ValueError(
@@ -190,7 +185,7 @@ def _read_datum(
     for name, array in arrays.items():
         if name not in accepted:
             raise ValueError(f"{field}.loss_fn_inputs has {name!r}; {loss.name} takes {', '.join(accepted)}")
-        if len(array) != len(tokens):  # one entry per token: nothing is cut or filled up
+        if len(array) != len(tokens):
             raise ValueError(
                 f"{field}.loss_fn_inputs[{name!r}] has length {len(array)}; there are {len(tokens)} tokens"
             )
@@ -209,12 +204,10 @@ def _read_datum(
     temperature = _read_temperature(field, inputs.pop("temperature", None))
     if targets.ndim == 1:
         return [Datum(tokens=tokens, loss_inputs=inputs, temperature=temperature, images=images, kept=kept)], 0
-    # K targets at a position, such as a teacher's most probable tokens
     if loss.name != "cross_entropy" or any(a.shape != targets.shape for a in inputs.values()):
         shapes = {name: a.shape for name, a in inputs.items()}
         raise ValueError(f"{field}.loss_fn_inputs has shapes {shapes}; only cross_entropy takes [N, K], all of one K")
     columns = range(targets.shape[1])
-    # a datum has one target per position
     parts = [{name: np.ascontiguousarray(a[:, k]) for name, a in inputs.items()} for k in columns]
     whole = Datum(tokens=tokens, loss_inputs={}, temperature=temperature, images=images, kept=kept)
     return [replace(whole, loss_inputs=part) for part in parts], len(columns)
@@ -232,7 +225,7 @@ def _read_own_datum(
     for name in ("target_tokens", *traced.inputs):
         if name not in arrays:
             raise ValueError(f"{field}.loss_fn_inputs lacks {name!r}; it has {sorted(arrays)}")
-        length = 1 if name in traced.scalars else len(tokens)  # a scalar is sent once, and every position needs it
+        length = 1 if name in traced.scalars else len(tokens)
         if arrays[name].shape != (length,):
             raise ValueError(f"{field}.loss_fn_inputs[{name!r}] has shape {arrays[name].shape}; it must be [{length}]")
         key = name if name == "target_tokens" else f"{PREFIX}{name}"
@@ -250,7 +243,6 @@ def _read_temperature(field: str, given: NDArray[np.float32] | None) -> float:
     """The temperature that all tokens of a datum have."""
     if given is None or given.size == 0:
         return 1.0
-    # one number per datum: the trainer divides its logits by it
     if not (np.isfinite(given).all() and given.flat[0] > 0 and (given == given.flat[0]).all()):
         raise ValueError(f"{field}.loss_fn_inputs['temperature'] must be one finite number above 0 at every token")
     return float(given.flat[0])
@@ -265,7 +257,7 @@ def _read_kept(field: str, given: NDArray[Any] | None) -> KeptSets | None:
             f"{field}.loss_fn_inputs['kept'] is {given.dtype} of shape {list(given.shape)}; it must be int64 [N, W], "
             "the words that were kept for each target, filled up with -1"
         )
-    return KeptSets.of([np.unique(row[row >= 0]) for row in given])  # -1 fills a row up
+    return KeptSets.of([np.unique(row[row >= 0]) for row in given])
 
 
 def _without_effect(loss: Loss, inputs: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
@@ -287,7 +279,6 @@ def _read_tokens(field: str, message: messages.Datum, read_image: ReadImage | No
     for chunk in message.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind == "encoded_text":
-            # int32 on the wire; targets are int64
             chunks.append(_from_bytes(field, chunk.encoded_text.tokens, np.int32).tolist())
         elif kind == "image" and read_image is not None:
             if chunk.image.HasField("override_dimensions"):
@@ -319,7 +310,7 @@ def _from_sparse(field: str, values: NDArray[Any], csr: messages.SparseCsr, shap
     columns = _from_bytes(field, csr.col_indices, np.int64)
     rows = csr_rows(field, starts, columns, len(values), shape)
     dense = np.zeros(shape, values.dtype)
-    dense[rows, columns] = values  # cells that are not named stay 0
+    dense[rows, columns] = values
     return dense
 
 

@@ -47,7 +47,7 @@ def plan(config: TrainerConfig, batch: list[Datum]) -> BatchPlan:
         batch,
         num_ranks=config.num_data_parallel_ranks,
         max_tokens_per_microbatch=config.max_tokens_per_microbatch,
-        share_prefixes=True,  # as in every run
+        share_prefixes=True,
     )
 
 
@@ -61,7 +61,7 @@ def spawn(num_ranks: int, body: Callable[..., None], *args: Any, timeout_s: floa
     longer than `timeout_s` seconds. In both cases every rank has ended.
     """
     with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))  # a free port, which the ranks then bind
+        server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     # CUDA cannot be used in a forked process
     method = "spawn" if torch.cuda.is_available() else preloaded_forkserver().get_start_method()
@@ -71,11 +71,11 @@ def spawn(num_ranks: int, body: Callable[..., None], *args: Any, timeout_s: floa
     assert ranks is not None
     processes: list[BaseProcess] = ranks.processes  # pyright: ignore[reportAssignmentType]  # torch says None
     deadline = time.monotonic() + timeout_s
-    while not ranks.join(timeout=1):  # a rank that fails ends the others here
+    while not ranks.join(timeout=1):
         if time.monotonic() > deadline:
             for process in processes:
                 process.kill()
-                process.join()  # no zombie
+                process.join()
             raise TimeoutError(f"{num_ranks} ranks took longer than {timeout_s:g} s and were ended")
 
 
@@ -96,7 +96,7 @@ def _rank_main(rank: int, num_ranks: int, port: int, body: Callable[..., None], 
     )
     faulthandler.enable()  # a rank that native code kills says where it was
     gc.freeze()  # all that the server imported, which the collector would walk, and so copy, in every rank
-    torch.set_num_threads(1)  # ranks share the cores
+    torch.set_num_threads(1)
     body(rank, *args)
     if dist.is_initialized():  # an engine that refuses the layout has not connected its ranks
         dist.barrier()  # no rank ends while another waits for it
@@ -111,13 +111,12 @@ def whole(engine: Engine, *, gradients: bool = False) -> dict[str, Tensor]:
     if not dist.is_initialized():
         return gathered
     ranks: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(ranks, gathered)  # a pipeline's ranks hold different parameters
+    dist.all_gather_object(ranks, gathered)
     return {name: tensor for rank in ranks for name, tensor in rank.items()}
 
 
 def full(tensor: Tensor) -> Tensor:
     """A copy of a tensor in the host's memory, unsharded if it was sharded."""
-    # a copy: the engine may change it in place
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().to("cpu", copy=True)
 
 

@@ -48,16 +48,14 @@ def random_groups(
     """
     rng = np.random.default_rng(seed)
     batch: list[Datum] = []
-    start = rng.integers(0, VOCAB_SIZE, opening)  # an opening that all datums share
+    start = rng.integers(0, VOCAB_SIZE, opening)
     for own_length, completion_lengths in sizes:
-        # a prompt that the datums of a group share
         prompt = np.concatenate([start, rng.integers(0, VOCAB_SIZE, own_length)])
         prompt_length = len(prompt)
         for length in completion_lengths:
             tokens = np.concatenate([prompt, rng.integers(0, num_words, length)])
             inputs: dict[str, NDArray[np.int64] | NDArray[np.float32]] = {
                 "target_tokens": tokens[1:],
-                # the first target of a completion is at the prompt's last position
                 "weights": np.where(np.arange(len(tokens) - 1) >= prompt_length - 1, 1, unscored).astype(np.float32),
                 "logprobs": rng.normal(-4.0, 0.5, len(tokens) - 1).astype(np.float32),
                 "advantages": rng.normal(size=len(tokens) - 1).astype(np.float32),
@@ -76,11 +74,9 @@ def sampled_otherwise(batch: Sequence[Datum]) -> list[Datum]:
     def kept(datum: Datum) -> KeptSets:
         cut = [np.flatnonzero(rng.random(VOCAB_SIZE) < rng.random()) for _ in datum.tokens[1:]]
         pairs = zip(cut, datum.loss_inputs["target_tokens"][1:], strict=True)
-        # the target itself is always kept; the first position has no cut
         return KeptSets.of([[], *(np.union1d(words, [target]) for words, target in pairs)])
 
     return [
-        # every third datum is of all words
         replace(datum, temperature=(0.6, 1.0, 1.7)[i % 3], kept=kept(datum) if i % 3 else None)
         for i, datum in enumerate(batch)
     ]
@@ -95,7 +91,6 @@ def routed(batch: Sequence[Datum], experts: tuple[int, int, int] | None) -> list
         return list(batch)
     num_layers, per_token, num_experts = experts
     longest = max(len(datum.tokens) for datum in batch)
-    # different experts for each token, all equally likely
     order = np.random.default_rng(0).random((longest, num_layers, num_experts)).argsort(-1)
     routes = order[..., :per_token].astype(np.uint8)
     return [replace(datum, routes=routes[: len(datum.tokens)]) for datum in batch]
@@ -115,7 +110,6 @@ class ReferencePolicy:
             if datum.routes is not None:
                 for layer, experts in zip(self.model.model.layers, np.moveaxis(datum.routes, 1, 0), strict=True):
                     ids = torch.from_numpy(experts.astype(np.int64))
-                    # families name it differently
                     router = layer.mlp.router if hasattr(layer.mlp, "router") else layer.mlp.gate
                     hooks.enter_context(router.register_forward_hook(partial(_replay, ids)))
             return self.model(torch.from_numpy(datum.tokens)[None]).logits[0]
@@ -123,21 +117,20 @@ class ReferencePolicy:
     def logprobs(self, datum: Datum) -> Tensor:
         """[T] of the target tokens, scored or not."""
         targets = torch.from_numpy(datum.loss_inputs["target_tokens"])
-        return self._distributions(datum).gather(1, targets[:, None])[:, 0]  # of every position, also of unscored ones
+        return self._distributions(datum).gather(1, targets[:, None])[:, 0]
 
     def entropy(self, datum: Datum) -> Tensor:
         """[T]"""
         logprobs = self._distributions(datum)
-        return -(logprobs.exp() * logprobs).sum(-1)  # by the definition
+        return -(logprobs.exp() * logprobs).sum(-1)
 
     def _distributions(self, datum: Datum) -> Tensor:
         """[T, V] log-probs at the datum's temperature, of kept words; finite and below all others for words cut off."""
         logits = self.logits(datum) / datum.temperature
         if datum.kept is not None:
-            # counts of 0 mean that nothing was cut
             cut_off = torch.from_numpy(np.repeat(datum.kept.counts > 0, logits.shape[1])).view_as(logits)
             cut_off[np.repeat(np.arange(len(logits)), datum.kept.counts), datum.kept.ids.astype(np.int64)] = False
-            logits = logits.masked_fill(cut_off, -1e9)  # finite, so that its product with probability 0 is 0
+            logits = logits.masked_fill(cut_off, -1e9)
         return torch.log_softmax(logits, -1)
 
     def backward(self, batch: Sequence[Datum], token_loss: TokenLoss) -> float:
@@ -145,7 +138,6 @@ class ReferencePolicy:
         total = 0.0
         for datum in batch:
             inputs = {name: torch.from_numpy(array) for name, array in datum.loss_inputs.items()}
-            # weighted here, by the datum
             loss = (token_loss(self.logprobs(datum), inputs) * torch.from_numpy(datum.weights)).sum()
             loss.backward()
             total += loss.item()
@@ -153,7 +145,6 @@ class ReferencePolicy:
 
     def gradients(self) -> dict[str, Tensor]:
         """By Hugging Face name."""
-        # a frozen parameter has none
         grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         return by_stored_name(grads, self._stored)
 
@@ -174,7 +165,7 @@ def by_stored_name(tensors: Mapping[str, Tensor], names: Collection[str]) -> dic
     """Views by the `names` in a checkpoint; in memory transformers fuses the weights of experts."""
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        layer, experts, projection = name.partition(".experts.")  # fused experts lie in one tensor
+        layer, experts, projection = name.partition(".experts.")
         if not experts or name in names:
             stored[name] = tensor
             continue
@@ -202,14 +193,14 @@ def published(version: int, parameters: Iterable[tuple[str, Tensor]]) -> dict[st
     A collective.
     """
     store = LocalStore()
-    publisher = WeightPublisher(torch.float32, "shared_memory", store=store)  # no TorchStore: a dictionary does
+    publisher = WeightPublisher(torch.float32, "shared_memory", store=store)
     asyncio.run(publisher.publish(version, parameters))
-    if not store.values:  # another rank has published
+    if not store.values:
         return {}
     record = asyncio.run(living_versions(store))[-1]
     buffer = WeightBuffer.open(record.location)
     with buffer.reading(record):
-        buffer.check_checksums(record)  # the sender's own checksums
+        buffer.check_checksums(record)
         return {spec.name: buffer.tensor(spec).clone() for spec in record.manifest}
 
 

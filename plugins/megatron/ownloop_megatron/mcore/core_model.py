@@ -58,13 +58,12 @@ class Stage(nn.Module):
         """
         super().__init__()
         if head == "value" and model.post_process:
-            # only the last stage has an output
             model.output_layer = nn.Linear(decoder.dim, 1, bias=False, device="meta", dtype=model.config.params_dtype)
         self.model = model
         self._head = head
         self._config = decoder
         self._group = tensor_group
-        self._is_sharded = dist.get_world_size(tensor_group) > 1  # known once: asking costs a call for each row
+        self._is_sharded = dist.get_world_size(tensor_group) > 1
         self._splits_tokens = splits_tokens
         self._frequencies: Tensor | None = None
 
@@ -89,23 +88,22 @@ class Stage(nn.Module):
         embedded: Tensor | None = None
         if self.model.pre_process:
             whole: Tensor = self.model.embedding(input_ids=tokens, position_ids=None)
-            # before the first layer, each rank keeps its tokens
             embedded = split_tokens(whole, self._group) if self._splits_tokens else whole
         else:
-            self.model.set_input_tensor(tokens.transpose(0, 1))  # Megatron-core has the sequence first
+            self.model.set_input_tensor(tokens.transpose(0, 1))
         hidden: Tensor = self.model.decoder(
             hidden_states=embedded, attention_mask=plan, rotary_pos_emb=self._angles(positions)
         )
         if not self.model.post_process:
-            return hidden.transpose(0, 1)  # batch first, as pipelines pass it on
-        hidden = hidden.squeeze(1)  # [L, D]
+            return hidden.transpose(0, 1)
+        hidden = hidden.squeeze(1)
         # A rank's gradient of the hidden states is that of its part of the vocabulary, but a value head is not sharded.
         if self._splits_tokens:
             hidden = gather_tokens(hidden, self._group, sums_gradients=self._head == "lm")
-        hidden = hidden.index_select(0, scored)  # only scored positions reach the vocabulary
+        hidden = hidden.index_select(0, scored)
         if self._head == "value":
             return values(hidden, self.model.output_layer.weight), None
-        if self._is_sharded and not self._splits_tokens:  # its gradient is summed over the group
+        if self._is_sharded and not self._splits_tokens:
             hidden = core_api.copy_to_tensor_parallel_ranks(hidden, self._group)
         weight: Any = (
             self.model.shared_embedding_or_output_weight()
@@ -117,10 +115,10 @@ class Stage(nn.Module):
 
     def _angles(self, positions: Tensor) -> Tensor:
         """[1, L] positions -> [L, 1, 1, head_dim] angles, the form in which Megatron-core takes them."""
-        if self._frequencies is None or self._frequencies.device != positions.device:  # moved once
+        if self._frequencies is None or self._frequencies.device != positions.device:
             self._frequencies = inverse_frequencies(self._config).to(positions.device)
         angles = torch.outer(positions[0].float(), self._frequencies)
-        return torch.cat([angles, angles], dim=-1)[:, None, None]  # both halves of a head turn by the same angles
+        return torch.cat([angles, angles], dim=-1)[:, None, None]
 
 
 class BuiltModel(NamedTuple):
@@ -141,11 +139,11 @@ def build_model(config: TrainerConfig, decoder: DecoderConfig, groups: RankGroup
     stages: list[Stage] = []
     named: list[tuple[nn.Parameter, Sequence[Piece]]] = []
     for index in stage_indices(config, groups.pipeline.get_local_rank()):
-        with torch.device("meta"), warnings.catch_warnings():  # no memory yet
+        with torch.device("meta"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`sequence_parallel` is set to `True`")  # experts are not split
             model = _core_model(config, decoder, core_config, collection, index)
             stage = Stage(model, decoder, config.head, groups.tensor, splits_tokens=splits_tokens)
-        stage.to_empty(device=device)  # uninitialised: weights come from files
+        stage.to_empty(device=device)
         first_expert = 0
         for layer in model.decoder.layers:
             if not isinstance(layer.self_attention, SplitAttention):
@@ -162,7 +160,6 @@ def build_model(config: TrainerConfig, decoder: DecoderConfig, groups: RankGroup
             pieces = pieces_of(name, first_layer, first_expert, decoder, config.head, splits_tokens=splits_tokens)
             named.append((parameter, pieces))
         if config.activation_checkpointing == "full":
-            # recomputes each layer in the backward pass
             model.decoder.layers = nn.ModuleList(checkpoint_wrapper(layer) for layer in model.decoder.layers)
         stages.append(stage)
     return BuiltModel(stages, named)
@@ -194,7 +191,7 @@ def stage_indices(config: TrainerConfig, pipeline_rank: int) -> list[int]:
 def transformer_config(config: TrainerConfig, decoder: DecoderConfig) -> Any:
     """Megatron-core's configuration of the model and the layout."""
     dtype = DTYPES[config.compute_dtype]
-    virtual = config.num_stages // config.pipeline_parallel  # virtual stages of a rank
+    virtual = config.num_stages // config.pipeline_parallel
     options: dict[str, Any] = {
         "num_layers": decoder.num_layers,
         "hidden_size": decoder.dim,
@@ -207,9 +204,9 @@ def transformer_config(config: TrainerConfig, decoder: DecoderConfig) -> Any:
         "qk_layernorm": decoder.family in ("qwen3", "qwen3_moe"),
         "add_qkv_bias": decoder.family == "qwen2",
         "gated_linear_unit": True,
-        "activation_func": F.silu,  # SwiGLU
+        "activation_func": F.silu,
         "add_bias_linear": False,
-        "hidden_dropout": 0.0,  # dropout would make runs depend on kernels
+        "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": config.tensor_parallel,
         "sequence_parallel": config.num_token_shards > 1,
@@ -232,7 +229,6 @@ def transformer_config(config: TrainerConfig, decoder: DecoderConfig) -> Any:
             "moe_router_load_balancing_type": "none",  # so that the gradient is that of the loss alone
             "moe_token_dispatcher_type": "allgather",
         }
-    # the user's own come last
     given = {name: value for name, value in config.engine_args.items() if name != MODEL_PROVIDER}
     return core_api.TransformerConfig(**{**options, **given})
 
@@ -257,7 +253,7 @@ class RaggedDispatcher(core_api.MoEAllGatherTokenDispatcher):
         """[R N, D] contributions of this rank's experts to all tokens -> [n, D] sums for this rank's tokens."""
         if self.ep_size == 1:
             return hidden_states
-        start = dist.get_rank(self.ep_group) * self._longest  # padding lies behind each rank's tokens
+        start = dist.get_rank(self.ep_group) * self._longest
         combined: Any = _Combine.apply(hidden_states, start, start + self._num_tokens, self.ep_group)
         return combined
 
@@ -280,7 +276,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grads[0].clone()  # autograd may use the gradient elsewhere
+        grad = grads[0].clone()
         dist.all_reduce(grad, group=ctx.group)
         return grad[ctx.region], None, None
 
@@ -298,6 +294,6 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0].new_zeros(ctx.shape)
-        grad[ctx.region] = grads[0]  # only this rank's rows had an effect
+        grad[ctx.region] = grads[0]
         dist.all_reduce(grad, group=ctx.group)
         return grad, None, None, None

@@ -35,16 +35,15 @@ class MegatronEngine(TorchEngine):
         """Builds and loads the model. Raises ValueError for a model or a layout that cannot be trained."""
         decoder = read_decoder_config(config.model)
         device = choose_device()
-        torch.manual_seed(config.seed)  # for a value head, which no file has
+        torch.manual_seed(config.seed)
         init_process_group(config, device, alone=True)  # Megatron-core needs a process group even for one rank
         groups = make_groups(config, device)
         stages, named = build_model(config, decoder, groups, device)
-        # a replica's masters are whole on each of its ranks
         sharded = config.data_parallel_replicate == 1 and dist.get_world_size(groups.data) > 1
         self._masters = ShardedMasters(named, groups) if sharded else MasterSlices(named, groups)
         with torch.no_grad():
             load_hf_weights(dict(by_name(self._masters)), config.model)  # into the masters, which are float32
-        self._masters.refresh()  # the compute copies follow
+        self._masters.refresh()
         scorer = RowScorer(stages[0], config, groups.context, device)
         super().__init__(
             config,
@@ -65,7 +64,7 @@ class MegatronEngine(TorchEngine):
 
     @property
     def shares_prefixes(self) -> bool:
-        return self._device.type == "cpu"  # kernels for GPUs compute documents apart
+        return self._device.type == "cpu"
 
     def _reduce_gradients(self) -> None:
         self._masters.reduce_gradients()
@@ -82,7 +81,6 @@ class RowScorer:
         self._stage = stage
         self._context = context
         self._num_shards, self._head_dtype = config.context_parallel, config.head_dtype
-        # two chunks a rank balance causal attention
         self._row_multiple = config.num_token_shards * (1 if self._num_shards == 1 else 2 * self._num_shards)
         self._device = device
 
@@ -95,7 +93,7 @@ class RowScorer:
 
     def inputs(self, row: PackedRow, *, entropy: bool) -> tuple[StageInputs, RowShard | None]:
         """Returns what every stage takes, and this rank's shard of the row under context parallelism."""
-        row = pad_row(row, self._row_multiple)  # so that all shards have equal lengths
+        row = pad_row(row, self._row_multiple)
         tokens, positions = to_tensor(row.tokens, self._device), to_tensor(row.positions, self._device)
         scored = to_tensor(row.scored, self._device)
         targets = to_tensor(row.targets, self._device)
@@ -104,14 +102,12 @@ class RowScorer:
         if self._num_shards == 1:
             plan = plan_documents(row.documents, self._device)
         else:
-            # positions of this rank, from both ends of the row
             shard = shard_row(len(tokens), scored, dist.get_rank(self._context), self._num_shards)
             plan = plan_shard(row.documents, shard, self._context)
             tokens, positions = tokens[shard.rows], positions[shard.rows]
             scored, targets, distribution = shard.scored, targets[shard.where], distribution.at(shard.where)
         others: dict[str, Any] = {
             "positions": positions[None],
-            # experts of the same positions
             "plan": with_routes(plan, row, self._device, slice(None) if shard is None else shard.rows),
             "scored": scored,
             "targets": targets,

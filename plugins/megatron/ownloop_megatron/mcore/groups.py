@@ -73,7 +73,7 @@ class RankGroups:
 
         It knows of no context parallelism, which `layers.RowAttention` alone does.
         """
-        alone = _adjacent(self.mesh.device_type, self.mesh.size(), 1, 1)  # a group of one rank
+        alone = _adjacent(self.mesh.device_type, self.mesh.size(), 1, 1)
         return core_api.ProcessGroupCollection(
             tp=self.tensor,
             cp=alone,
@@ -86,7 +86,7 @@ class RankGroups:
             expt_tp=alone,
             expt_dp=self.expert_data,
             tp_ep=self.expert,
-            embd=None,  # one stage holds the tied embedding, so no group joins two
+            embd=None,
             pos_embd=None,
         )
 
@@ -102,7 +102,6 @@ def make_groups(config: TrainerConfig, device: torch.device) -> RankGroups:
         DeviceMesh(device.type, ranks, mesh_dim_names=("pipeline", "tensor", "data")),
         _adjacent(device.type, config.num_ranks, config.context_parallel, tensor),
         init_device_mesh(
-            # experts spread over data and tensor ranks alike
             device.type,
             (stages, data * tensor // expert, expert),
             mesh_dim_names=("pipeline", "expert_data", "expert"),

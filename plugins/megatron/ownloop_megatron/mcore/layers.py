@@ -40,11 +40,9 @@ class SplitAttention(core_api.SelfAttention):
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
         fused, _bias = self.linear_qkv(hidden_states)
         query, key, value = (
-            # in the order of a checkpoint, so loading is a split
-            part.unflatten(-1, (-1, size))
-            for part in fused.split([heads * size, groups * size, groups * size], dim=-1)
+            part.unflatten(-1, (-1, size)) for part in fused.split([heads * size, groups * size, groups * size], dim=-1)
         )
-        if self.q_layernorm is not None:  # norms of heads, before the rotation
+        if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query, key, value
 
@@ -70,7 +68,7 @@ class RowAttention(nn.Module):
         if isinstance(attention_mask, ShardPlan):
             return attend_in_group(query, key, value, attention_mask, self._scale)
         if query.device.type == "cpu":
-            q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # our attention has the batch first
+            q, k, v = (x.transpose(0, 1) for x in (query, key, value))
             return document_attention(q, k, v, attention_mask, scale=self._scale).transpose(0, 1).flatten(2)
         return attend_by_kernel(query, key, value, attention_mask, self._scale)
 
@@ -89,7 +87,6 @@ class Router(core_api.TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:  # noqa: A002 - Megatron-core's name
         """[.., D] -> [.., experts] scores before the softmax."""
-        # None: the model's own dtype
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
         return F.linear(input.to(dtype), self.weight.to(dtype))
 
@@ -106,7 +103,7 @@ class RoutedLayer(core_api.TransformerLayer):
         kwargs["attention_mask"], experts = of_layer(kwargs["attention_mask"], self.layer_number - 1)
         if experts is not None and self.config.sequence_parallel:
             group = self.mlp.router.tp_group
-            experts = experts.chunk(group.size())[group.rank()]  # each rank has a part of the tokens
+            experts = experts.chunk(group.size())[group.rank()]
         # None switches the replay off again
         self.mlp.router.router_replay = None if experts is None else _Replay(experts)
         return super().forward(*args, **kwargs)
@@ -120,14 +117,13 @@ class _Replay(NamedTuple):
 
     def get_replay_topk(self, scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         """[L, experts] scores -> the scores of each token's own experts [L, k], and these experts."""
-        return scores.gather(1, self.experts), self.experts  # the gradient still flows into the scores
+        return scores.gather(1, self.experts), self.experts
 
 
 def attend_by_kernel(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float | None) -> Tensor:
     """As `RowAttention`, by PyTorch's kernel, one document of `lengths` tokens after the other; for GPUs."""
     q, k, v = (x.permute(1, 2, 0, 3).split(lengths, dim=2) for x in (query, key, value))
     parts = [
-        # documents cannot see each other: they are separate calls
         F.scaled_dot_product_attention(*each, is_causal=True, scale=scale, enable_gqa=True)
         for each in zip(q, k, v, strict=True)
     ]
@@ -136,7 +132,6 @@ def attend_by_kernel(query: Tensor, key: Tensor, value: Tensor, lengths: list[in
 
 def attend_in_group(query: Tensor, key: Tensor, value: Tensor, plan: ShardPlan, scale: float | None) -> Tensor:
     """As `RowAttention`, for a shard of a row, with the keys and values of all ranks of the group."""
-    # one collective for both
     both = gather_tokens(torch.cat([key, value], dim=2), plan.group, sums_gradients=True).transpose(0, 1)
     k, v = both.chunk(2, dim=2)
     return attend_in_context(query.transpose(0, 1), k, v, plan.masks, scale=scale).transpose(0, 1).flatten(2)
@@ -158,12 +153,12 @@ def decoder_spec(decoder: DecoderConfig, num_layers: int) -> Any:
     qk_norm = decoder.family in ("qwen3", "qwen3_moe")
     spec = core_api.layer_spec(
         num_experts=None if decoder.moe is None else decoder.moe.num_experts,
-        moe_grouped_gemm=False,  # one product per expert: portable
+        moe_grouped_gemm=False,
         qk_layernorm=qk_norm,
         normalization="RMSNorm",
     )
     layer, attention = spec.submodules, spec.submodules.self_attention
-    layer.input_layernorm = layer.pre_mlp_layernorm = Norm  # two norms of a layer are of one kind
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention.module = SplitAttention
     attention.submodules.core_attention = RowAttention
     attention.submodules.linear_qkv, attention.submodules.linear_proj = ColumnLinear, RowLinear
@@ -174,7 +169,6 @@ def decoder_spec(decoder: DecoderConfig, num_layers: int) -> Any:
     else:
         layer.mlp.submodules.router = Router
         spec.module = RoutedLayer
-    # the same spec for all layers
     return core_api.TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=Norm)
 
 
@@ -182,7 +176,7 @@ class ColumnLinear(core_api.ColumnParallelLinear):
     """Takes a shard of the tokens and returns this rank's columns of the product for all of them."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:  # noqa: A002 - Megatron-core's
-        if not options["sequence_parallel"]:  # without split tokens its own way is as good
+        if not options["sequence_parallel"]:
             return super()._forward_impl(input, weight, **options)
         output: Any = _GatheredProduct.apply(input, weight, self.tp_group)
         return output if options["bias"] is None else output + options["bias"]
@@ -218,7 +212,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.sums_gradients:  # parts that only this rank has
+        if ctx.sums_gradients:
             return _reduce_scatter(grads[0], ctx.group), None, None
         return grads[0].chunk(ctx.group.size())[ctx.group.rank()], None, None
 
@@ -252,13 +246,11 @@ class _GatheredProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         shard, weight = ctx.saved_tensors
         tokens = shard.new_empty(len(grads[0]), *shard.shape[1:])
-        # runs while the product below does
         gathering = dist.all_gather_single(tokens, shard.contiguous(), group=ctx.group, async_op=True)
         grad_tokens = grads[0] @ weight
         assert gathering is not None
         gathering.wait()
         grad_shard = torch.empty_like(shard)
-        # runs while the gradient of the weight is computed
         scattering = dist.reduce_scatter_single(grad_shard, grad_tokens, group=ctx.group, async_op=True)
         grad_weight = grads[0].flatten(0, 1).T @ tokens.flatten(0, 1)
         assert scattering is not None

@@ -57,7 +57,7 @@ def _check_options(config: TrainerConfig) -> None:
         ("activation_checkpointing", ("none", "full")),
     ):
         if getattr(config, name) not in accepted:
-            choices = " or ".join(map(repr, accepted))  # what a user could have written
+            choices = " or ".join(map(repr, accepted))
             raise ValueError(
                 f"TrainerConfig.{name} is {getattr(config, name)!r}; with engine 'megatron' it must be {choices}. The "
                 "engine 'torchtitan' has it"
@@ -77,13 +77,11 @@ def _check_tensor_parallel(config: TrainerConfig, decoder: DecoderConfig) -> Non
     tensor_parallel = config.tensor_parallel
     if tensor_parallel == 1:
         return
-    # what tensor parallelism divides
     sizes = {name: getattr(decoder, name) for name in ("num_heads", "num_kv_heads", "vocab_size")}
     if decoder.moe is None:
         sizes["hidden_dim"] = decoder.hidden_dim
     for name, size in sizes.items():
         if size % tensor_parallel:
-            # all that would work, so that the next try does
             divisors = [n for n in range(1, decoder.num_kv_heads + 1) if all(s % n == 0 for s in sizes.values())]
             raise ValueError(
                 f"TrainerConfig.tensor_parallel is {tensor_parallel}, which does not divide the model's {name} "

@@ -38,11 +38,11 @@ class MasterSlice:
 
     def wrap(self, local: Tensor) -> Tensor:
         """This rank's part as a DTensor if there is a mesh."""
-        if self.mesh is None:  # one rank holds all of it
+        if self.mesh is None:
             return local
         shape = list(self.shape)
         if self.piece.sharded_dim is not None:
-            shape[self.piece.sharded_dim] *= self.mesh["tensor"].size()  # DTensor's shape is the global one
+            shape[self.piece.sharded_dim] *= self.mesh["tensor"].size()
         stride = (1,) if len(shape) == 1 else (shape[1], 1)
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=stride
@@ -65,7 +65,6 @@ class MasterSlices:
             # pieces of one parameter have different names
             self._slices |= {each.piece.name: each for each in of_source}
         self._shapes = {id(source): source.shape for source, _ in named}
-        # then training changes the model's own memory
         self._shared = self._can_share and all(source.dtype == torch.float32 for source, _ in named)
         with torch.no_grad():
             self.parameters: dict[str, nn.Parameter] = {
@@ -77,15 +76,14 @@ class MasterSlices:
 
     def refresh(self) -> None:
         """Recasts the compute copies after the parameters changed."""
-        if self._shared:  # nothing was cast
+        if self._shared:
             return
         with torch.no_grad():
             for name, each in self._slices.items():
-                each.source[each.rows].copy_(local(self.parameters[name]))  # into the rows of the fused parameter
+                each.source[each.rows].copy_(local(self.parameters[name]))
 
     def to(self, device: torch.device, compute_device: torch.device) -> None:
         """Moves the parameters to `device`. Compute copies exist only while that is `compute_device`."""
-        # each source once, though several slices share it
         sources = {id(each.source): each.source for each in self._slices.values()}.values()
         move = self._host.mover(device)
         with torch.no_grad():
@@ -97,7 +95,7 @@ class MasterSlices:
                 own = each.source.data[each.rows] if self._shared else move(local(master))
                 # `wrap` would move it to the mesh's device
                 moved = DTensor(own, master._spec, requires_grad=False) if isinstance(master, DTensor) else own  # pyright: ignore
-                torch.utils.swap_tensors(master, nn.Parameter(moved))  # keeps the object that the optimizer knows
+                torch.utils.swap_tensors(master, nn.Parameter(moved))
             for source in sources:
                 if not self._shared:
                     # size 0 frees the memory
@@ -110,7 +108,6 @@ class MasterSlices:
 
         An expert to which no token came has a gradient of zeros, as if all experts of a layer were one parameter.
         """
-        # no rank has one: every rank comes here alike
         if all(parameter.grad is None for parameter in self.parameters.values()):
             return
         pending: list[dist.Work | None] = []
@@ -121,7 +118,7 @@ class MasterSlices:
                 if piece.sums_over_tensor_ranks:
                     groups.append(self._groups.tensor)
                 groups = [group for group in groups if dist.get_world_size(group) > 1]
-                if parameter.grad is None:  # an expert that no token reached
+                if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 for group in groups:
                     if len(groups) > 1:  # the second sum needs the first
@@ -156,14 +153,13 @@ class MasterSlices:
         if parameter.grad is None:
             parameter.grad = each.wrap(grad)
         else:
-            local(parameter.grad).add_(grad)  # adds, as autograd would
+            local(parameter.grad).add_(grad)
 
     def _data_placement(self) -> Placement:
         """How parameters lie on the ranks that compute with the same ones."""
         return Replicate()
 
     def _slice(self, source: nn.Parameter, piece: Piece) -> MasterSlice:
-        # in units of `parts`, so that it holds for any width
         rows = slice(piece.start * len(source) // piece.parts, piece.stop * len(source) // piece.parts)
         mesh = None
         placements: tuple[Placement, ...] = ()
@@ -172,7 +168,6 @@ class MasterSlices:
             placements = (self._data_placement(),)
             if not piece.is_expert:
                 sharded = piece.sharded_dim
-                # along one axis the stage's tensor ranks, along the other its data ranks
                 placements = (Replicate() if sharded is None else Shard(sharded), *placements)
         return MasterSlice(source, rows, source.data[rows].shape, piece, mesh, placements)
 
@@ -222,9 +217,9 @@ class ShardedMasters(MasterSlices):
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 each = self._slices[name]
-                grad = self._whole.pop(name, None)  # popped: its memory is free for the next
+                grad = self._whole.pop(name, None)
                 if grad is None:
-                    grad = torch.zeros(each.shape, device=parameter.device)  # an expert that no token reached
+                    grad = torch.zeros(each.shape, device=parameter.device)
                 if each.piece.sums_over_tensor_ranks:
                     dist.all_reduce(grad, group=self._groups.tensor)
                 group = self._group(each.piece)
@@ -232,7 +227,7 @@ class ShardedMasters(MasterSlices):
                 share = _share(len(grad), size)
                 own = grad.new_empty(share, *grad.shape[1:])
                 dist.reduce_scatter_single(own, _padded(grad, size * share), group=group)
-                parameter.grad = each.wrap(own[: len(local(parameter))])  # without padding
+                parameter.grad = each.wrap(own[: len(local(parameter))])
 
     def drop_gradients(self) -> None:
         self._whole.clear()
@@ -240,7 +235,7 @@ class ShardedMasters(MasterSlices):
     def _new_local(self, each: MasterSlice) -> Tensor:
         group = self._group(each.piece)
         share, rank = _share(each.shape[0], dist.get_world_size(group)), dist.get_rank(group)
-        start, stop = (min(n * share, each.shape[0]) for n in (rank, rank + 1))  # the last ranks may have none
+        start, stop = (min(n * share, each.shape[0]) for n in (rank, rank + 1))
         return torch.empty(stop - start, *each.shape[1:], device=each.source.device)
 
     def _add_gradient(self, each: MasterSlice, grad: Tensor) -> None:

@@ -49,15 +49,15 @@ def pieces_of(
     ranks hold different tokens outside of attention, matrix products and the heads. Raises ValueError for a parameter
     that is not in the table, which a model provider may have added.
     """
-    if name == "embedding.word_embeddings.weight":  # the first stage
+    if name == "embedding.word_embeddings.weight":
         return [Piece("model.embed_tokens.weight", sharded_dim=0)]
-    if name == "output_layer.weight":  # the last stage
+    if name == "output_layer.weight":
         return [Piece(VALUE_HEAD)] if head == "value" else [Piece("lm_head.weight", sharded_dim=0)]
     if name == "decoder.final_layernorm.weight":
         return [Piece("model.norm.weight", sums_over_tensor_ranks=splits_tokens)]
     pieces = []
     if (match := _LAYER.fullmatch(name)) is not None:
-        layer, kind = f"model.layers.{first_layer + int(match[1])}", match[3]  # layers count from 0 in each stage
+        layer, kind = f"model.layers.{first_layer + int(match[1])}", match[3]
         pieces = list(_layer_pieces(f"{layer}.{{}}.{kind}", match[2], first_expert, decoder, splits_tokens))
     if not pieces:
         raise ValueError(f"the model has a parameter {name!r}, for which there is no Hugging Face name")
@@ -70,7 +70,6 @@ def _layer_pieces(
     if module in _WHOLE:
         yield Piece(form.format(_WHOLE[module]), sums_over_tensor_ranks=splits_tokens)
     elif module in _HEAD_NORMS:
-        # heads are divided over tensor ranks, and each adds to the norm
         yield Piece(form.format(_HEAD_NORMS[module]), sums_over_tensor_ranks=True)
     elif module in _COLUMNS:
         yield Piece(form.format(_COLUMNS[module]), sharded_dim=1)
@@ -80,10 +79,10 @@ def _layer_pieces(
         for letter, start, stop in zip("qkv", bounds, bounds[1:], strict=False):
             yield Piece(form.format(f"self_attn.{letter}_proj"), bounds[-1], start, stop, sharded_dim=0)
     elif module == "mlp.linear_fc1":
-        for half, projection in enumerate(("gate_proj", "up_proj")):  # gate and up are fused in this order
+        for half, projection in enumerate(("gate_proj", "up_proj")):
             yield Piece(form.format(f"mlp.{projection}"), 2, half, half + 1, sharded_dim=0)
     elif (match := _EXPERT.fullmatch(module)) is not None:
-        expert = f"mlp.experts.{first_expert + int(match[1])}"  # local experts count from 0 on each rank
+        expert = f"mlp.experts.{first_expert + int(match[1])}"
         if match[2] == "linear_fc2":
             yield Piece(form.format(f"{expert}.down_proj"), is_expert=True)
             return
