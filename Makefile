@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Test processes are many and small: one thread each, and no thread that spins while it waits.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
-# Which worker runs what, and in which order, is in tests/conftest.py.
+# Which worker runs what, and in which order, is in conftest.py.
 # Tests that start processes wait a quarter of their time, so a third worker has room on two cores; a fourth has not.
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 

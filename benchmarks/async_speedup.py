@@ -35,10 +35,10 @@ from controller.loops.grpo_async import GRPOAsyncConfig
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from generator.config import GeneratorConfig
-from rl.envs.even_words import EvenWords, even
 from rl.envs.procedural import TextProblem
 from rl.rollouts.evaluation import Interval, bootstrap
 from rl.tiny_models import tiny_llama
+from rl.tiny_tasks import EvenWords, even
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig
 

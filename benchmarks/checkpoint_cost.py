@@ -23,7 +23,7 @@ from controller.commands.recipes import find_recipe, load_recipe
 from controller.loops.grpo import GRPOConfig, train
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
-from rl.envs.even_words import EvenWords
+from rl.tiny_tasks import EvenWords
 
 STEPS_NEAR_A_SAVE = 2
 """Steps after a save that count as its own; as many follow that do not. A write must take less time than they do."""

@@ -27,8 +27,8 @@ from controller.commands.recipes import find_recipe, load_recipe
 from controller.loops.grpo import GRPOConfig, train
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
-from ownloop_report.comparison import is_timing
-from rl.envs.even_words import EvenWords
+from controller.runs.metric_rows import is_timing
+from rl.tiny_tasks import EvenWords
 
 Row = dict[str, float]
 

@@ -28,8 +28,8 @@ from controller.loops.grpo_async import GRPOAsyncConfig, train
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from generator.config import GeneratorConfig
-from rl.envs.even_words import EvenWords
 from rl.system.hardware import cpu_dtype, keep_few_arenas
+from rl.tiny_tasks import EvenWords
 from rl.types import AdamParams, Datum, SamplingParams
 from trainer.config import TrainerConfig
 

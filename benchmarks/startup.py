@@ -156,7 +156,7 @@ _SMOKE_RECIPE = '''"""Any CPU: shows that the benchmark works."""
 import dataclasses
 
 from configs import grpo_smollm2_cpu
-from rl.envs.even_words import EvenWords
+from rl.tiny_tasks import EvenWords
 
 
 def recipe():

@@ -19,7 +19,7 @@ from controller.commands.recipes import find_recipe, load_recipe
 from controller.loops.grpo import GRPOConfig, train
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
-from rl.envs.even_words import EvenWords
+from rl.tiny_tasks import EvenWords
 
 PHASES = ("generate", "forward_backward", "optim_step", "push", "pull")
 """The phases that `controller.loops.grpo` times."""

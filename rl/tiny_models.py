@@ -1,7 +1,7 @@
 """Tiny models with random weights, and random batches for them: to try a loop, a loss or an engine within seconds.
 
 It is in `rl` because tests, benchmarks and users' own tests all need it, and nothing that they share may import the
-others. `rl.envs.even_words` is a task that such a model learns.
+others. `rl.tiny_tasks` is a task that such a model learns.
 """
 
 from collections.abc import Sequence

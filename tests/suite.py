@@ -1,4 +1,4 @@
-"""What `tests/conftest.py` does at the end: it ends tasks of other threads, and says which tests did not run."""
+"""What `conftest.py` does at the end: it ends tasks of other threads, and says which tests did not run."""
 
 import asyncio
 import concurrent.futures

@@ -26,7 +26,7 @@ from pathlib import Path
 import controller
 from controller.loops.grpo import GRPOConfig
 from generator.config import GeneratorConfig
-from rl.envs.even_words import EvenWords
+from rl.tiny_tasks import EvenWords
 from rl.tiny_models import SERVABLE, tiny_llama
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig

@@ -18,9 +18,9 @@ from benchmarks.harness import REPOSITORY
 from benchmarks.kills.fault import NUM_STEPS, PROMPTS_PER_STEP, Fault
 from controller.commands.resume import recording_file
 from controller.runs.folder import read_metrics
+from controller.runs.metric_rows import by_step, metric_differences
 from controller.runs.recording import read_recording
-from ownloop_report.comparison import by_step, metric_differences
-from rl.envs.even_words import EvenWords
+from rl.tiny_tasks import EvenWords
 
 ERROR_WITHIN_S = 30.0
 """Seconds from a fault to the end of a run that does not go on."""

@@ -10,9 +10,9 @@ from benchmarks.kills.strike import with_fault
 from controller.loops import grpo, grpo_async
 from controller.runs import Loop
 from generator.config import GeneratorConfig
-from rl.envs.even_words import EvenWords
 from rl.lora import LoRAConfig
 from rl.system.deadlines import Deadlines
+from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig
 

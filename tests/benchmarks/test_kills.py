@@ -23,7 +23,7 @@ from benchmarks.kills.fault import (
 from benchmarks.kills.on_hosts import HostKind, HostPhase, covering_host_faults
 from controller.runs import RunFolder
 from controller.runs.folder import read_metrics
-from rl.envs.even_words import EvenWords
+from rl.tiny_tasks import EvenWords
 from rl.types import Group
 from tests.rl.fakes import completion, single_turn
 

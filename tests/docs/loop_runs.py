@@ -10,7 +10,7 @@ from controller.commands.recipes import find_recipe, load_recipe
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.loop_config import HeldOut
-from rl.envs.even_words import EvenWords
+from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
 
 LOOPS = ("grpo", "grpo_async", "dapo", "ppo", "accumulate", "distill", "sft", "dpo")

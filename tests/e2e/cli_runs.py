@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.runs.folder import read_metrics
-from ownloop_report.comparison import is_timing
+from controller.runs.metric_rows import is_timing
 from tests.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parent.parent.parent

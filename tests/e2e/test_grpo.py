@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ownloop_report.comparison import is_timing
+from controller.runs.metric_rows import is_timing
 from tests.e2e.cli_runs import wait_for_step
 from tests.rl.recordings import recorded_rows
 from tests.waiting import LIMIT_S, wait_until

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from controller.runs.folder import complete_checkpoints
-from rl.envs.even_words import EvenWords
+from rl.tiny_tasks import EvenWords
 from tests.e2e.cli_runs import kill_controller, metric_rows, model_hash, ownloop, wait
 from tests.rl.recordings import recorded_rows
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from controller.loops.grpo import GRPOConfig
 from generator.config import GeneratorConfig
-from rl.envs.even_words import EvenWords
+from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
 from tests.generator.served_models import served_llama
 from trainer.config import TrainerConfig

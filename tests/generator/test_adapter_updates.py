@@ -13,7 +13,7 @@ from generator.engine import GenerationEngine
 from rl.lora import Policy
 from rl.types import Completion, SamplingParams
 from tests.generator.adapted import WHOLE, largest_error, merged, pull_adapter, random_adapter
-from tests.generator.conftest import EngineFactory
+from tests.generator.engines import EngineFactory
 from tests.generator.published import PROMPTS
 from tests.generator.running import run_paced, started, versions_of
 from tests.generator.served_models import served_llama

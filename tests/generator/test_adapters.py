@@ -14,7 +14,7 @@ from rl.lora import LoRAConfig, Policy
 from rl.types import Completion, SamplingParams
 from rl.weights.versions import VersionRecord
 from tests.generator.adapted import WHOLE, largest_error, merged, pull_adapter, random_adapter
-from tests.generator.conftest import EngineFactory
+from tests.generator.engines import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.generator.served_models import served_llama, served_qwen3
 from tests.stores import FakeStore

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from generator.engine import GenerationEngine
 from generator.engine_calls import EngineStatus, EngineStoppedError
 from rl.types import Completion, SamplingParams
-from tests.generator.conftest import EngineFactory
+from tests.generator.engines import EngineFactory
 from tests.generator.running import run_paced, started
 from tests.generator.served_models import served_llama
 from tests.waiting import until, wait_until

@@ -13,7 +13,7 @@ from generator.config import LoRALimits
 from rl.lora import LoRAConfig
 from rl.weights.versions import WeightsError, WeightsMismatchError, find_record
 from tests.generator.adapted import largest_error, merged, pull_adapter, random_adapter
-from tests.generator.conftest import EngineFactory
+from tests.generator.engines import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.generator.served_models import served_qwen3_moe
 from tests.stores import FakeStore

@@ -11,7 +11,7 @@ from generator.engine import GenerationEngine
 from rl.losses import get_loss
 from rl.rollouts.episodes import rollout_to_datum
 from rl.types import AdamParams, Datum, Rollout, SamplingParams, Turn
-from tests.generator.conftest import EngineFactory
+from tests.generator.engines import EngineFactory
 from tests.generator.served_models import served_llama
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine

@@ -12,7 +12,7 @@ import torch
 from generator.engine import GenerationEngine
 from rl.types import Completion, SamplingParams
 from rl.weights.versions import UnknownVersionError, WeightsError, find_record
-from tests.generator.conftest import EngineFactory
+from tests.generator.engines import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.generator.running import run_paced, started, versions_of
 from tests.generator.served_models import served_llama

@@ -13,7 +13,7 @@ from generator.config import LoRALimits
 from rl.lora import Policy
 from rl.types import SamplingParams
 from tests.generator.adapted import merged, pull_adapter, random_adapter
-from tests.generator.conftest import EngineFactory
+from tests.generator.engines import EngineFactory
 from tests.generator.published import PROMPTS
 from tests.generator.served_models import served_llama
 

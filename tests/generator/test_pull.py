@@ -17,7 +17,7 @@ from rl.weights.buffer import WeightBuffer
 from rl.weights.receiving_process import ReceivingProcess
 from rl.weights.transport import TRANSPORTS
 from rl.weights.versions import INDEX_KEY, UnknownVersionError, WeightsError, WeightsMismatchError, find_record
-from tests.generator.conftest import EngineFactory
+from tests.generator.engines import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.generator.running import run_paced, started
 from tests.generator.served_models import served_llama, served_mistral, served_qwen3

@@ -10,7 +10,7 @@ import pytest
 from generator.engine import GenerationEngine
 from generator.openai_calls import OpenAICall
 from rl.types import SamplingParams
-from tests.generator.conftest import EngineFactory
+from tests.generator.engines import EngineFactory
 from tests.generator.running import run_paced
 from tests.generator.served_models import served_llama
 from tests.waiting import until

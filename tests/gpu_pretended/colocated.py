@@ -18,8 +18,8 @@ from pathlib import Path
 from controller.loops.grpo import GRPOConfig
 from controller.runs.folder import read_metrics
 from generator.config import GeneratorConfig
-from rl.envs.even_words import EvenWords
 from rl.tiny_models import tiny_qwen3_moe
+from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig
 

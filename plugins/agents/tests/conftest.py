@@ -5,12 +5,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from plugins.agents.tests.chatting import chat_model
-from tests.generator.conftest import EngineFactory, build_engine
+from tests.generator.engines import EngineFactory
 
 if TYPE_CHECKING:  # the import would load vLLM
     from generator.engine import GenerationEngine
-
-__all__ = ["build_engine", "chat_engine"]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from ownloop_agents.endpoint import AgentEndpoint, OpenSession, SessionLimits
 from ownloop_agents.sessions import Session, session_to_data
 from ownloop_agents.splicing import whole_tokens
 from plugins.agents.tests.chatting import TOOL, chat_model, endpoint_over
-from tests.generator.conftest import EngineFactory
+from tests.generator.engines import EngineFactory
 from tests.generator.published import moved, pull
 from tests.generator.running import run_paced, started
 from tests.stores import FakeStore

@@ -17,12 +17,11 @@ from controller.commands.command import OfRuns
 from controller.commands.saved_recipe import find_run
 from controller.runs.folder import CONFIG_FILE, METRICS, read_json, read_metrics
 from controller.runs.loop_config import differences
+from controller.runs.metric_rows import by_step, metric_differences
 from ownloop_report.comparison import (
     Configuration,
     FinalReward,
-    by_step,
     final_reward,
-    metric_differences,
     named_differences,
     same_configuration,
     welch,

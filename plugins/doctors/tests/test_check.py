@@ -17,12 +17,12 @@ from ownloop_doctors.check_env import check_env
 from ownloop_tasks.guess_number import GuessNumber
 from ownloop_tasks.python_arithmetic import PythonArithmetic
 from plugins.sandbox.tests.here import need
-from rl.envs.even_words import EvenWords, NumberWords
 from rl.envs.jsonl import JsonlReward
 from rl.envs.largest_number import LargestNumber
 from rl.envs.reasoning import ReasoningGym
 from rl.protocols import Done, Env, Observation
 from rl.rollouts.guard import require_env, time_limit_of
+from rl.tiny_tasks import EvenWords, NumberWords
 from tests.waiting import LIMIT_S
 
 # Modules of rl/envs without environment.

@@ -11,7 +11,7 @@ from rl.losses import get_loss
 from rl.tiny_models import random_batch
 from rl.types import AdamParams, Datum, SamplingParams
 from tests.architectures import MODELS
-from tests.generator.conftest import EngineFactory
+from tests.generator.engines import EngineFactory
 from tests.generator.published import pull
 from tests.stores import FakeStore
 from trainer.config import TrainerConfig

@@ -17,14 +17,14 @@ from controller.loops import grpo
 from controller.loops.grpo import GRPOConfig
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder, complete_checkpoints
+from controller.runs.metric_rows import is_timing
 from generator.config import GeneratorConfig
 from generator.engine_calls import EngineCalls
 from ownloop_doctors.mismatch import measure_parity
 from ownloop_families.tiny_families import TINY_FAMILIES
-from ownloop_report.comparison import is_timing
 from ownloop_vision.image_prompts import FOLDER
-from rl.envs.even_words import EvenWords
 from rl.system.hf_config import find_family, read_config
+from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
 from tests.e2e.weight_meshes import PROMPTS
 from tests.meshes_in_process import meshes_in_process, vllm_in_process

@@ -17,7 +17,7 @@ from rl.types import SamplingParams
 from rl.weights.versions import find_record
 from tests.architectures import MODELS
 from tests.generator.adapted import largest_error, merged, pull_adapter, random_adapter
-from tests.generator.conftest import EngineFactory, engine_factory
+from tests.generator.engines import EngineFactory, engine_factory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.stores import FakeStore
 from trainer.push import WeightPublisher

@@ -12,7 +12,7 @@ from generator.engine import GenerationEngine
 from rl.rollouts.episodes import rollout_to_datum
 from rl.tiny_models import SERVABLE, tiny_qwen3_moe
 from rl.types import Completion, Datum, Rollout, SamplingParams, Turn
-from tests.generator.conftest import EngineFactory
+from tests.generator.engines import EngineFactory
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 

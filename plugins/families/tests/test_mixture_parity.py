@@ -16,8 +16,8 @@ from controller.runs.folder import RunFolder
 from controller.runs.recording import read_recording
 from generator.config import GeneratorConfig
 from ownloop_doctors.mismatch import measure_parity
-from rl.envs.even_words import EvenWords
 from rl.tiny_models import SERVABLE, tiny_qwen3_moe
+from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
 from tests.e2e.weight_meshes import PROMPTS
 from trainer.config import TrainerConfig

@@ -12,8 +12,8 @@ import openai
 
 from ownloop_tasks.judged import Judge, JudgedEnv
 from plugins.server.tests.tiny_server import serving_tiny_model
-from rl.envs.even_words import EvenWords
 from rl.rollouts.episodes import rollout_groups
+from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
 from tests.rl.fakes import ScriptedGenerator, WordRenderer
 

@@ -8,8 +8,8 @@ import pytest
 from ownloop_tasks.guess_number import GuessNumber
 from ownloop_tasks.python_arithmetic import PythonArithmetic
 from plugins.sandbox.tests.here import need
-from rl.envs.even_words import NumberWords
 from rl.protocols import Done, Observation, Reply
+from rl.tiny_tasks import NumberWords
 from rl.types import Answer
 
 

@@ -13,11 +13,11 @@ from ownloop_tasks.guess_number import GuessNumber
 from ownloop_tasks.judged import Judge, JudgedEnv
 from ownloop_tasks.mixture import Mixture, Progress, Ramp, Task, WhileUnsolved
 from rl.data.sources import EnvExamples, EnvPreferences
-from rl.envs.even_words import EvenWords
 from rl.envs.largest_number import LargestNumber
 from rl.envs.procedural import TextProblem
 from rl.protocols import Done, Episode, Observation, Problem
 from rl.rollouts.evaluation import Evaluation, evaluate
+from rl.tiny_tasks import EvenWords
 from rl.types import Completion, Group, Rollout, SamplingParams, Turn
 from tests.rl.fakes import ScriptedGenerator, WordRenderer
 

@@ -10,11 +10,11 @@ from transformers import AutoModelForSequenceClassification
 from ownloop_tasks.guess_number import GuessNumber
 from ownloop_tasks.judged import JudgedEnv
 from ownloop_tasks.reward_model import RewardModel
-from rl.envs.even_words import NumberWords
 from rl.protocols import Done, Env, Observation, Prompt
 from rl.rollouts.guard import call_environment
 from rl.rollouts.rendering import Renderer
 from rl.tiny_models import tiny_llama
+from rl.tiny_tasks import NumberWords
 from tests.trainer.engine_trainer import EngineTrainer
 
 

@@ -42,7 +42,7 @@ from rl.rollouts.rendering import Renderer
 from rl.system.hf_config import inspect_model
 from rl.types import AdamParams, Completion, Datum, Rollout, SamplingParams, Turn
 from tests.generator.adapted import pull_adapter
-from tests.generator.conftest import engine_factory
+from tests.generator.engines import engine_factory
 from tests.generator.published import export, moved, pull
 from tests.generator.running import run_paced, started, versions_of
 from tests.stores import FakeStore

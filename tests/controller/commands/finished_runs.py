@@ -19,7 +19,7 @@ RECIPE = '''"""Any machine: a random model says even words."""
 from dataclasses import replace
 
 from controller.commands.recipes import find_recipe, load_recipe
-from rl.envs.even_words import EvenWords
+from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
 
 def recipe():

@@ -13,9 +13,9 @@ from controller.loops import dapo
 from controller.loops.dapo import DAPOConfig
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
-from ownloop_report.comparison import is_timing
-from rl.envs.even_words import EvenWords
+from controller.runs.metric_rows import is_timing
 from rl.envs.procedural import TextProblem
+from rl.tiny_tasks import EvenWords
 from tests.e2e import tiny_recipe
 from tests.rl.recordings import recorded_rows
 

@@ -10,8 +10,8 @@ from controller.runs.folder import read_metrics
 from controller.runs.recording import RecordedEnv, read_recording
 from rl.advantages import has_signal
 from rl.algorithms.shaping import unshaped
-from rl.envs.even_words import EvenWords
 from rl.envs.procedural import TextProblem
+from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
 from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import run_loop

@@ -15,11 +15,11 @@ from controller.loops import grpo
 from controller.loops.grpo import GRPOConfig
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
+from controller.runs.metric_rows import is_timing
 from generator.config import GeneratorConfig
-from ownloop_report.comparison import is_timing
-from rl.envs.even_words import EvenWords
 from rl.envs.procedural import TextProblem
 from rl.tiny_models import SERVABLE, tiny_qwen2
+from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
 from tests.generator.served_models import served_llama
 from trainer.config import TrainerConfig

@@ -20,9 +20,9 @@ from controller.loops.grpo_async import GRPOAsyncConfig
 from controller.processes.errors import TrainingStoppedError
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder, read_metrics
-from ownloop_report.comparison import is_timing
-from rl.envs.even_words import EvenWords, even
+from controller.runs.metric_rows import is_timing
 from rl.protocols import Env
+from rl.tiny_tasks import EvenWords, even
 from tests.e2e import tiny_recipe
 from tests.rl.recordings import recorded_rows
 from tests.waiting import LIMIT_S, wait_until

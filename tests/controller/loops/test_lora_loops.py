@@ -29,8 +29,8 @@ from generator.config import GeneratorConfig
 from ownloop_shelf.distill import DistillConfig
 from rl.algorithms.actor_critic import PPOParams
 from rl.data.sources import JsonlExamples, JsonlPreferences
-from rl.envs.even_words import EvenWords
 from rl.lora import LoRAConfig
+from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
 from tests.generator.served_models import served_llama
 from trainer.config import TrainerConfig

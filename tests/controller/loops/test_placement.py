@@ -15,7 +15,7 @@ from controller.loops.accumulate import AccumulateConfig
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from generator.config import GeneratorConfig
-from rl.envs.even_words import EvenWords
+from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
 from tests.generator.served_models import served_llama
 from trainer.config import TrainerConfig

@@ -27,11 +27,11 @@ from ownloop_shelf.distillation import Lesson
 from rl.advantages import ADVANTAGES
 from rl.algorithms.actor_critic import PPOParams
 from rl.data.sources import text_to_datum
-from rl.envs.even_words import EvenWords
 from rl.losses import token_mean
 from rl.rollouts.episodes import group_to_data
 from rl.schedules import adapted_to_kl
 from rl.tiny_models import VOCAB_SIZE
+from rl.tiny_tasks import EvenWords
 from rl.types import AdamParams, Group, SamplingParams
 from tests.generator.served_models import served_llama
 from tests.trainer.engine_trainer import EngineTrainer

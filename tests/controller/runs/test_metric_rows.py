@@ -1,58 +1,34 @@
-"""Rows of a run's metrics: all of them, and as many as a report of a long run needs."""
+import math
 
-import itertools
-import json
-import tracemalloc
-from pathlib import Path
-
-from controller.runs.folder import read_metrics
-from controller.runs.metric_rows import SCHEMA_VERSION
-from ownloop_report.plot import thinned_metrics
+from controller.runs.loop_config import ABSENT, differences
+from controller.runs.metric_rows import by_step, metric_differences
 
 
-def _write(file: Path, num_steps: int) -> None:
-    named = {"schema_version": SCHEMA_VERSION}
-    with file.open("w") as lines:
-        for step in range(1, num_steps + 1):
-            row = {
-                "step": float(step),
-                "seconds_step": 1.0,
-                "loss": step / 7,
-                "skipped": 0.0,
-                "reward_mean": 0.5,
-                **named,
-            }
-            if step % 40 == 0:
-                row["env_failures"] = 1.0
-            lines.write(json.dumps(row) + "\n")
-            if step % 10 == 0:
-                lines.write(json.dumps({"step": float(step), "eval_reward": step / num_steps, **named}) + "\n")
+def test_metrics_that_differ_are_found_and_timings_are_not() -> None:
+    ours = by_step(
+        [{"step": 0.0, "eval": 0.5}, {"step": 1.0, "loss": 1.0, "seconds_step": 3.0, "time": 1.0, "mfu": 0.1}]
+    )
+    theirs = by_step(
+        [
+            {"step": 0.0, "eval": 0.5},
+            {"step": 1.0, "loss": 1.5, "seconds_step": 4.0, "time": 2.0, "mfu": 0.2, "staleness_max": 1.0},
+            {"step": 2.0, "loss": 7.0},
+        ]
+    )
+    assert metric_differences(ours, ours) == []
+    loss, staleness = metric_differences(ours, theirs)
+    assert (loss.step, loss.name, loss.values) == (1, "loss", (1.0, 1.5))
+    assert math.isclose(loss.relative, 1 / 3)
+    assert staleness.name == "staleness_max"
+    assert math.isinf(staleness.relative)
 
 
-def test_a_run_of_usual_length_loses_no_row(tmp_path: Path) -> None:
-    _write(file := tmp_path / "metrics.jsonl", 1500)
-    assert thinned_metrics(file) == read_metrics(file)
+def test_numbers_that_are_none_are_the_same() -> None:
+    rows = by_step([{"step": 1.0, "grad_norm": math.nan}])
+    assert metric_differences(rows, by_step([{"step": 1.0, "grad_norm": math.nan}])) == []
+    assert len(metric_differences(rows, by_step([{"step": 1.0, "grad_norm": 1.0}]))) == 1
 
 
-def test_a_long_run_keeps_its_ends_and_every_row_to_warn_of(tmp_path: Path) -> None:
-    _write(file := tmp_path / "metrics.jsonl", 2000)
-    rows, kept = read_metrics(file), thinned_metrics(file, num_kept=30)
-    assert len(kept) <= 3 * 60 + 100
-    assert kept[-100:] == rows[-100:]
-    assert kept[0] == rows[0]
-    steps = [row["step"] for row in kept[:-100] if "seconds_step" in row and not row.get("env_failures")]
-    assert {later - earlier for earlier, later in itertools.pairwise(steps)} <= {64.0, 65.0, 66.0}
-    failed = [row["step"] for row in kept if row.get("env_failures")]
-    assert failed == [40.0 * number for number in range(1, 51)]
-    assert [row for row in rows if row in kept] == kept  # in their order
-
-
-def test_a_longer_run_needs_no_more_memory(tmp_path: Path) -> None:
-    peaks: list[int] = []
-    for num_steps in (500, 500, 5000):  # the first one also loads what is loaded once
-        _write(file := tmp_path / "metrics.jsonl", num_steps)
-        tracemalloc.start()
-        thinned_metrics(file, num_kept=50)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[2] < 3 * peaks[1]
+def test_configurations_differ_by_dotted_field() -> None:
+    before, after = {"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "e": 5}
+    assert differences(before, after) == {"a.c": (2, 4), "d": (3, ABSENT), "e": (ABSENT, 5)}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from controller.runs.folder import complete_checkpoints, read_metrics
-from ownloop_report.comparison import is_timing
-from rl.envs.even_words import EvenWords
+from controller.runs.metric_rows import is_timing
 from rl.lora import LoRAConfig
 from rl.rollouts.columns import read_groups
+from rl.tiny_tasks import EvenWords
 from tests.controller.runs.killed_runs import KILLS, killed_after
 from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import LOOPS, run_loop

@@ -19,10 +19,10 @@ from controller.runs.recording import RecordedEnv
 from controller.runs.rollout_source import RolloutSource
 from controller.runs.training_run import Run
 from generator.config import GeneratorConfig
-from rl.envs.even_words import EvenWords
 from rl.envs.procedural import TextProblem
 from rl.rollouts.episodes import step_seed
 from rl.tiny_models import tiny_llama
+from rl.tiny_tasks import EvenWords
 from rl.types import MAX_RUN_SEED, Group, SamplingParams
 from tests.rl.fakes import ScriptedGenerator
 from tests.waiting import LIMIT_S

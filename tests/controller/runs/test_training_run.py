@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from controller.runs import Console, LoopConfig, Run, RunFolder
-from ownloop_report.comparison import is_timing
+from controller.runs.metric_rows import is_timing
 from rl.protocols import Generator, Trainer
 from rl.rollouts.evaluation import Evaluation, Measurement
 from rl.types import Datum, ForwardBackwardOutput, OptimStepOutput

@@ -25,7 +25,7 @@ from rl.lora import LoRAConfig
 from rl.system.hardware import cpu_features
 from rl.types import Completion, SamplingParams
 from tests.generator.adapted import largest_error, merged, pull_adapter, random_adapter
-from tests.generator.conftest import EngineFactory
+from tests.generator.engines import EngineFactory
 from tests.generator.published import PROMPTS, export, moved, pull
 from tests.generator.served_models import served_llama, served_qwen2, served_qwen3, served_qwen3_moe
 from tests.stores import FakeStore

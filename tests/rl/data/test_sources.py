@@ -6,10 +6,10 @@ import pytest
 from ownloop_tasks.tools import ToolEnv
 from rl.data.rows import is_eval
 from rl.data.sources import EnvExamples, EnvPreferences, JsonlExamples, JsonlPreferences
-from rl.envs.even_words import NumberWords
 from rl.envs.largest_number import LargestNumber
 from rl.envs.procedural import TextProblem
 from rl.protocols import Problem
+from rl.tiny_tasks import NumberWords
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

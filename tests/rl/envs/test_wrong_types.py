@@ -20,10 +20,10 @@ from ownloop_vision.colours import GuessColour
 from ownloop_vision.image_rows import ImageRows
 from rl.checks import check_types
 from rl.data.sources import EnvExamples, EnvPreferences, JsonlExamples, JsonlPreferences
-from rl.envs.even_words import NumberWords
 from rl.envs.jsonl import JsonlReward
 from rl.envs.largest_number import LargestNumber
 from rl.envs.reasoning import ReasoningGym
+from rl.tiny_tasks import NumberWords
 from rl.types import AdamParams, SamplingParams
 
 _REQUIRED: dict[type, dict[str, Any]] = {

@@ -24,7 +24,7 @@ from ownloop_agents.verifiers_tasks import VerifiersTasks
 from plugins.agents.tests.chatting import chat_model, endpoint_over
 from plugins.agents.tests.frameworks.test_verifiers_tasks import CONFIG, SUMS
 from plugins.agents.tests.test_programs import SDK_CHAT
-from tests.generator.conftest import EngineFactory
+from tests.generator.engines import EngineFactory
 from tests.generator.running import run_paced
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine

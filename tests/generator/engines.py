@@ -5,8 +5,6 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from generator.config import GeneratorConfig
 from generator.options import generator_env
 from tests.meshes_in_process import vllm_in_process
@@ -35,7 +33,3 @@ def engine_factory() -> Generator[EngineFactory]:
         for engine in engines:
             engine.close()
         engines.clear()
-
-
-build_engine = pytest.fixture(engine_factory, scope="module", name="build_engine")
-"""`engine_factory` of a module."""

@@ -1,4 +1,4 @@
-"""What all tests share: no network, no accelerator unless there is one, the real model, and a plan for the workers."""
+"""What the tests of the core and of plug-ins share: no network, the real model, engines, and a plan for the workers."""
 
 import gc
 import os
@@ -7,12 +7,16 @@ import signal
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.suite import LEFT_OUT, LeftOut, end_tasks
+
+if TYPE_CHECKING:  # the import would load torch and Monarch
+    from tests.generator.engines import EngineFactory
 
 # Before any test module imports transformers, which reads it once: models come from disk, never from a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -28,11 +32,32 @@ _TOGETHER = {
     "vllm": (
         "tests/generator/",
         "tests/controller/loops/",
-        "tests/controller/agents/",
-        "tests/controller/frameworks/",
+        "plugins/agents/tests/",
         "plugins/doctors/tests/test_parity.py",
+        "plugins/families/tests/test_architectures.py",
+        "plugins/families/tests/test_family_loops.py",
+        "plugins/families/tests/test_family_pulls.py",
+        "plugins/families/tests/test_generator_routes.py",
+        "plugins/shelf/tests/test_distilled_runs.py",
+        "plugins/tasks/tests/test_tool_calls.py",
+        "plugins/tasks/tests/test_tool_loop.py",
+        "plugins/vision/tests/test_image_prompts.py",
     ),
-    "trainer": ("tests/trainer/", "tests/rl/weights/test_gpu_memory.py"),
+    "trainer": (
+        "tests/trainer/",
+        "tests/rl/weights/test_gpu_memory.py",
+        "plugins/doctors/tests/test_contract_kit.py",
+        "plugins/doctors/tests/test_engine_contract.py",
+        "plugins/doctors/tests/test_sharded_engine.py",
+        "plugins/families/tests/test_decoders.py",
+        "plugins/families/tests/test_family_ranks.py",
+        "plugins/families/tests/test_gated_delta.py",
+        "plugins/families/tests/test_model_families.py",
+        "plugins/families/tests/test_routes.py",
+        "plugins/megatron/tests/",
+        "plugins/vision/tests/test_image_rows.py",
+        "plugins/vision/tests/test_tensor_parallel.py",
+    ),
 }
 """Folders and files that one worker runs.
 
@@ -169,3 +194,23 @@ def in_process() -> Generator[None]:
 
     with vllm_in_process(), meshes_in_process():
         yield
+
+
+@pytest.fixture(scope="module")
+def build_engine() -> Generator["EngineFactory"]:
+    """`tests.generator.engines.engine_factory` of a module."""
+    from tests.generator.engines import engine_factory
+
+    yield from engine_factory()
+
+
+@pytest.fixture(autouse=True)
+def process_group_ends() -> Generator[None]:
+    """Ends the process group that an engine of one rank may have made in the test's own process; vLLM ends its own."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    of_vllm = sys.modules.get("vllm.distributed.parallel_state")
+    if of_vllm is not None and of_vllm.model_parallel_is_initialized():
+        return
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()

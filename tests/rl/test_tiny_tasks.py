@@ -1,6 +1,6 @@
 import pytest
 
-from rl.envs.even_words import NumberWords, in_words
+from rl.tiny_tasks import NumberWords, in_words
 
 _VALUES = {
     word: value
