@@ -130,7 +130,7 @@ def _decoded(manifest: bytes) -> Manifest:
 
 
 def index_key(policy: str | None) -> str:
-    """TorchStore key of a policy's index. `registry.py` turns an index into the versions that can be pulled now."""
+    """TorchStore key of a policy's index, from which `living_versions` reads what can be pulled."""
     return INDEX_KEY if policy is None else f"{INDEX_KEY}/adapters/{policy}"
 
 
