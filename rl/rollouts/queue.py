@@ -145,6 +145,5 @@ class RolloutQueue:
 
 
 def _fits(state: Mapping[str, Any], groups_per_step: int, max_staleness: int) -> bool:
-    """Whether a queue with these numbers can continue from the state. States of earlier versions do not have them."""
-    numbers = (state.get("groups_per_step", groups_per_step), state.get("max_staleness", max_staleness))
-    return numbers == (groups_per_step, max_staleness)
+    """Whether a queue with these numbers can continue from the state."""
+    return (state["groups_per_step"], state["max_staleness"]) == (groups_per_step, max_staleness)

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import JSON, ForeignKey, create_engine, event, inspect, select, text
+from sqlalchemy import JSON, ForeignKey, create_engine, event, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column, sessionmaker
 
 from rl.lora import LoRAConfig
@@ -80,19 +80,7 @@ class Database:
         self._engine = create_engine(f"sqlite:///{file}")
         event.listen(self._engine, "connect", _configure)
         _Table.metadata.create_all(self._engine)
-        self._add_columns()
         self._session = sessionmaker(self._engine, expire_on_commit=False)
-
-    def _add_columns(self) -> None:
-        """Gives tables of an older server the columns that they lack, empty."""
-        with self._engine.begin() as connection:
-            for table in _Table.metadata.sorted_tables:
-                found = {column["name"] for column in inspect(connection).get_columns(table.name)}
-                for column in table.columns:
-                    if column.name not in found:
-                        kind = column.type.compile(self._engine.dialect)
-                        # SQLite adds a column without rewriting the table
-                        connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {column.name} {kind} DEFAULT ''"))
 
     def close(self) -> None:
         """Closes the file."""
