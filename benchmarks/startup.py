@@ -22,8 +22,7 @@ import psutil
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result
 from controller.runs.folder import METRICS, read_metrics
-from ownloop_report.page import read_timeline
-from rl.system.timeline import TIMELINE
+from rl.system.timeline import TIMELINE, read_timeline
 
 _LOOK_S = 0.1
 """Between two looks at the processes."""

@@ -13,13 +13,12 @@ from controller.runs.loop_config import HeldOut
 from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
 
-LOOPS = ("grpo", "grpo_async", "dapo", "ppo", "accumulate", "distill", "sft", "dpo")
+LOOPS = ("grpo", "grpo_async", "dapo", "ppo", "accumulate", "sft", "dpo")
 _CHANGES: dict[str, dict[str, Any]] = {
     "grpo": {"eval_samples": 2, "loss": "cispo", "held_out": {"easy": HeldOut(env=EvenWords(), num_eval=2)}},
     "grpo_async": {"num_steps": 3},
     "dapo": {"overlong_cache": 2, "loss_config": {"entropy_coef": 0.01}, "evaluation": "beside"},
     "ppo": {"warmup_steps": 0},
-    "distill": {"teacher": "smollm2-135m-instruct"},
     "accumulate": {"tokens_per_step": 24, "loss_config": {"observation_coef": 0.1}},
     "sft": {"max_tokens": 64},
     "dpo": {"max_tokens": 64},

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any
 
 from controller.loops.accumulate import AccumulateConfig
@@ -10,10 +9,8 @@ from controller.loops.dapo import DAPOConfig
 from controller.loops.grpo_async import GRPOAsyncConfig
 from controller.loops.ppo import PPOConfig
 from controller.runs.loop_config import RolloutLoopConfig
-from ownloop_shelf.distill import DistillConfig
 from rl.algorithms.actor_critic import PPOParams
 from tests.e2e import tiny_recipe
-from tests.generator.served_models import served_llama
 
 
 def recipe() -> RolloutLoopConfig:
@@ -31,10 +28,5 @@ def recipe() -> RolloutLoopConfig:
             return PPOConfig(**common, critic=critic, critic_learning_rate=3e-3, ppo=ppo)
         case "accumulate":
             return AccumulateConfig(**common, tokens_per_step=150, kl_target=1e-6)
-        case "distill":
-            teacher = Path(base.model).with_name("teacher")
-            if not teacher.exists():
-                served_llama(teacher, tied=False)
-            return DistillConfig(**common, teacher=str(teacher), teacher_trainer=base.trainer)
         case unknown:
             raise ValueError(f"OWNLOOP_TINY_LOOP is {unknown!r}, which is not a loop of this recipe")

@@ -7,6 +7,7 @@ import pytest
 from controller.commands import cli
 from controller.runs.folder import CONFIG_FILE, RunFolder, read_json, write_json
 from ownloop_doctors.compare import comparison, configurations_of
+from tests.controller.runs.other_schemas import OTHER_SCHEMAS, run_of_schema
 
 
 def _run(path: Path, seed: int, *rewards: float) -> Path:
@@ -158,3 +159,10 @@ def test_what_cannot_be_compared_is_refused(
     _evaluated(tmp_path / "new", 7)
     assert _compare("--runs", str(tmp_path), *names) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("schema", "found"), OTHER_SCHEMAS)
+def test_another_schema_is_refused(schema: int | None, found: int, tmp_path: Path) -> None:
+    run = run_of_schema(tmp_path / "a", schema)
+    with pytest.raises(ValueError, match=f"is a run of schema {found}"):
+        list(comparison(run, run))

@@ -35,7 +35,7 @@ from ownloop_report.samples import (
 from ownloop_report.warnings_in_words import warnings_of
 from rl.system.disk import RecordingError, read_json, to_json, write_json, write_whole
 from rl.system.hardware import describe_software, hand_back_garbage
-from rl.system.timeline import CONTROLLER, TIMELINE, Timeline
+from rl.system.timeline import CONTROLLER, TIMELINE, Timeline, read_timeline
 from rl.types import Datum, ForwardBackwardOutput
 
 REPORT = "report.html"
@@ -321,25 +321,3 @@ def describe_host(cpuinfo: Path = Path("/proc/cpuinfo"), gpus: Path = Path("/pro
         ]
     parts = [f"{count} x {model}" for model, count in Counter(models).items()]
     return ", ".join([*parts, processor, f"{os.cpu_count()} cores", f"{memory / 2**30:.1f} GiB of memory"])
-
-
-def read_timeline(file: Path, max_bytes: int = 1 << 20) -> list[tuple[str, str, int, float, float]]:
-    """(process, name, lane, begin, end) of the latest spans, in seconds since 1970, in the order in which they ended.
-
-    Reads the last `max_bytes` of the file, which by default hold some 8000 spans. There are none without a file, or in
-    a damaged one.
-    """
-    try:
-        with file.open("rb") as stream:
-            start = max(0, stream.seek(0, os.SEEK_END) - max_bytes)
-            stream.seek(start)
-            tail = stream.read()
-        events: list[dict[str, Any]] = json.loads(tail if start == 0 else b"[" + tail[tail.index(b"\n") :])
-    except (OSError, ValueError):
-        return []
-    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    return [
-        (names[event["pid"]], event["name"], event["tid"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
-        for event in events
-        if event["ph"] == "X" and event["pid"] in names
-    ]

@@ -1,13 +1,23 @@
 """The report that a run keeps up to date: when it is written, and what that may cost."""
 
+import io
+import os
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from controller.commands.saved_recipe import command_of
+from controller.runs import Console, LoopConfig, Run
 from controller.runs.folder import RunFolder
-from ownloop_report.page import ReportWriter
+from ownloop_report.page import ReportWriter, describe_host, write_report
+from rl.rollouts.evaluation import Measurement
 from rl.system.disk import RecordingError
 from rl.system.timeline import Timeline
+from tests.controller.commands.sown_secrets import run_with_secrets
+from tests.controller.runs.other_schemas import OTHER_SCHEMAS, run_of_schema
+from trainer.config import TrainerConfig
 
 
 class Clock:
@@ -99,3 +109,37 @@ def test_a_span_writes_nothing_during_a_step(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
     timeline.write()
     assert timeline.file.read_text().count('"ph": "X"') == 1000
+
+
+def test_a_host_is_described_by_its_gpus_processor_and_memory(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Xeon 1\nprocessor\t: 1\nmodel name\t: Xeon 1\n")
+    for gpu in ("0000:01", "0000:02"):
+        (tmp_path / gpu).mkdir()
+        (tmp_path / gpu / "information").write_text("Model: \t\t NVIDIA H100\nIRQ: 1\n")
+    described = describe_host(tmp_path / "cpuinfo", tmp_path)
+    assert re.fullmatch(r"2 x NVIDIA H100, Xeon 1, \d+ cores, [\d.]+ GiB of memory", described)
+    assert describe_host(tmp_path / "none", tmp_path / "none").startswith(os.uname().machine)
+
+
+def test_no_secret_is_in_the_page(tmp_path: Path) -> None:
+    folder = run_with_secrets(tmp_path)
+    write_report(folder.path, None, command_of(folder.path), None)
+    page = (folder.path / "report.html").read_text()
+    assert "option7" in page
+    assert not re.findall(r"SOWN-?\d*", page)
+
+
+@pytest.mark.parametrize(("schema", "found"), OTHER_SCHEMAS)
+def test_another_schema_is_refused(schema: int | None, found: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"is a run of schema {found}"):
+        write_report(run_of_schema(tmp_path / "a", schema))
+
+
+def test_a_run_ends_with_its_curves(tmp_path: Path) -> None:
+    config = LoopConfig(model="none", trainer=TrainerConfig(), num_steps=4, learning_rate=1e-3)
+    folder = RunFolder(tmp_path / "a", config)
+    run = Run(config, folder, Console(io.StringIO()))
+    for step, loss in ((0, 2.0), (4, 1.0)):
+        run.log_measurements(step, loss=Measurement(values=np.full(3, loss)))
+    run.finish()
+    assert (folder.path / "loss.png").exists()

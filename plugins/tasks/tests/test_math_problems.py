@@ -391,3 +391,9 @@ def test_word_problems_are_a_dataset_whose_answers_are_right(tmp_path: Path) -> 
     assert not any(" and " in line for line in word_problems_file(300, max_steps=1).read_text().splitlines())
     with pytest.raises(ValueError, match="max_steps is 3; it must be 1 or 2"):
         word_problems_file(300, max_steps=3)
+
+
+def test_the_answer_in_a_box_is_what_counts() -> None:
+    problem = MathProblem(id="", prompt="", expected="5", answer="", answer_form="anywhere", time_limit_s=1.0)
+    said = ["So 2 + 3 = \\boxed{5}.", "It is 1,234 or $5", "\\boxed{1\\,234}", "none"]
+    assert [problem.answer_of(each) for each in said] == ["5", "$5", "1234", ""]

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from controller.commands.command_line import CommandEndedError
-from controller.commands.export_run import add_model_card
 from controller.commands.recipes import find_recipe, load_recipe, override
 from controller.commands.resume import check_inputs, inputs_of, resumed_configuration
-from controller.commands.saved_recipe import add_options, command_of, find_run, how_to_go_on, save_recipe
+from controller.commands.saved_recipe import add_options, find_run, how_to_go_on, save_recipe
 from controller.runs.folder import RunFolder, write_json
-from ownloop_report.page import write_report
+from tests.controller.commands.sown_secrets import run_with_secrets
 from tests.controller.commands.test_cli import ownloop
 
 RECIPE = Path(__file__).with_name("toy_recipe.py")
@@ -178,48 +177,18 @@ def test_secrets_stay_out_of_the_folder(tmp_path: Path, monkeypatch: pytest.Monk
     assert how_to_go_on(folder).endswith(f"ownloop run {file} --env.api-key '***' --seed 0")
 
 
-SOWN = """
-from dataclasses import dataclass, field
-from rl.system.secret_fields import Secret
-from tests.controller.commands.toy_recipe import ToyConfig
-
-@dataclass(frozen=True, kw_only=True)
-class Judge:
-    api_key: Secret = "SOWN-1"
-    option7: Secret | None = "SOWN-2"
-
-@dataclass(frozen=True, kw_only=True)
-class SecretConfig(ToyConfig):
-    env: Judge = field(default_factory=Judge)
-    model: str = "base"
-
-def recipe():
-    return SecretConfig()
-"""
-
-
 @pytest.mark.stranger("F1")
 def test_no_secret_is_in_a_page_a_help_text_or_a_readable_file(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(SOWN)
-    options = ["--env.option7", "SOWN-3", "--env.api-key=SOWN-4"]
-    config = override(load_recipe(file), options, "ownloop")
+    folder = run_with_secrets(tmp_path)
+    config, file = resumed_configuration(folder.path, []), tmp_path / "mine.py"
     assert (config.env.option7, config.env.api_key) == ("SOWN-3", "SOWN-4")
-    folder = RunFolder(tmp_path / "a", config)
-    save_recipe(folder.path, file, options)
-    folder.log_metrics({"step": 1.0})
-    (folder.path / "model").mkdir()
-    (folder.path / "model" / "config.json").write_text("{}")
-    add_model_card(folder.path, "sums")
-    write_report(folder.path, None, command_of(folder.path), None)
     shown = [path.read_text() for path in folder.path.rglob("*") if path.is_file() and path.name != "recipe.json"]
-    assert len(shown) >= 5  # metrics, configuration, lock, card and its model's, page
+    assert len(shown) >= 4  # metrics, configuration, lock, card and its model's
     with pytest.raises(CommandEndedError) as help_text:
         override(load_recipe(file), ["--help"], "ownloop")
     for text in (*shown, how_to_go_on(folder.path), str(help_text.value)):
         assert not re.findall(r"SOWN-?\d*", text)
     assert "--env.api-key" in str(help_text.value)
-    assert dataclasses.asdict(resumed_configuration(folder.path, [])) == dataclasses.asdict(config)
 
 
 def test_runs_are_found_by_path_and_by_name(tmp_path: Path) -> None:

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from controller.commands.resume import replayed
 from controller.loops.accumulate import AccumulateConfig
@@ -25,42 +23,19 @@ from controller.runs.checkpoints import checkpoint_of, export_checkpoint
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.loop_config import LoopConfig
-from generator.config import GeneratorConfig
-from ownloop_shelf.distill import DistillConfig
 from rl.algorithms.actor_critic import PPOParams
 from rl.data.sources import JsonlExamples, JsonlPreferences
-from rl.lora import LoRAConfig
-from rl.tiny_tasks import EvenWords
-from rl.types import SamplingParams
+from tests.controller.loops.lora_runs import TRAINER, adapter_trained, lora_options, sampled_options
 from tests.generator.served_models import served_llama
-from trainer.config import TrainerConfig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
 
-TRAINER = TrainerConfig(compute_dtype="float32", max_tokens_per_microbatch=512)
-LORA = LoRAConfig(rank=8, alpha=16)
 _ADAPTER = Path("adapter") / "adapter_model.safetensors"
 
 
 def _recipe(loop: str, model: Path) -> LoopConfig:
     """Two steps of a loop."""
-    common: dict[str, Any] = {
-        "model": str(model),
-        "lora": LORA,
-        "trainer": TRAINER,
-        "num_steps": 2,
-        "num_eval": 8,
-        "evaluate_every": 2,
-        "checkpoint_every": 1,
-        "learning_rate": 1e-2,
-    }
-    sampled: dict[str, Any] = {
-        "env": EvenWords(),
-        "generator": GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=64),
-        "sampling": SamplingParams(max_tokens=8),
-        "prompts_per_step": 4,
-        "group_size": 4,
-    }
+    common, sampled = lora_options(model), sampled_options()
     lines = [{"prompt": f"w{n} w40", "completion": "w5", "chosen": "w6", "rejected": "w7"} for n in range(10, 40)]
     data = model.with_name("data.jsonl")
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -77,8 +52,6 @@ def _recipe(loop: str, model: Path) -> LoopConfig:
             return PPOConfig(**common, **sampled, **options, ppo=PPOParams(kl_coef=0.02, minibatches_per_epoch=1))
         case "accumulate":
             return AccumulateConfig(**common, **sampled, tokens_per_step=150, kl_target=1.0)
-        case "distill":
-            return DistillConfig(**common, **sampled, teacher=str(model), teacher_trainer=TRAINER)
         case "sft":
             return SFTConfig(**common, data=JsonlExamples(path=data), examples_per_step=8, max_tokens=64)
         case _:
@@ -87,8 +60,7 @@ def _recipe(loop: str, model: Path) -> LoopConfig:
 
 # Each loop takes its roles from the same place, so `make test` has the one that exports and replays too.
 _LATER = [
-    pytest.param(loop, marks=pytest.mark.slow)
-    for loop in ("ppo", "grpo_async", "dapo", "accumulate", "distill", "sft", "dpo")
+    pytest.param(loop, marks=pytest.mark.slow) for loop in ("ppo", "grpo_async", "dapo", "accumulate", "sft", "dpo")
 ]
 
 
@@ -96,16 +68,11 @@ _LATER = [
 def test_a_loop_trains_and_serves_an_adapter(loop: str, tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
     config = _recipe(loop, model)
-    folder = RunFolder(tmp_path / "run", config)
-    asyncio.run(config.loop()(config, folder, Console(io.StringIO())))
-    steps = [row for row in folder.metrics() if "grad_norm" in row]
-    assert [row["step"] for row in steps] == [1, 2]
+    steps, folder = adapter_trained(config, model, tmp_path / "run")
     if loop not in ("sft", "dpo", "grpo_async"):  # the second step's tokens are of the adapter that was pushed
         assert all(row["logprob_mismatch_max"] < 1e-4 for row in steps)
     if loop == "ppo":
         assert abs(steps[0]["kl_reference"]) < 1e-6 < 1e-4 < abs(steps[1]["kl_reference"])
-    assert {path.name for path in folder.logs.iterdir() if "reference" in path.name} == set()  # no second copy
-    _check_exports(folder.path / "model", model)
     if loop == "grpo":
         _check_checkpoint(config, folder)
         _check_replay(config, folder)
@@ -132,18 +99,3 @@ def _assert_same_tensors(file: Path, other: Path) -> None:
     ours, theirs = load_file(file), load_file(other)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-
-
-def _check_exports(merged: Path, base: Path) -> None:
-    """The adapter changes the model, as peft has it on the base, and the merged model is that very change."""
-    tokens = torch.arange(3, 40)[None]
-    with torch.no_grad():
-        plain = AutoModelForCausalLM.from_pretrained(base)
-        before = plain(tokens).logits
-        adapted = PeftModel.from_pretrained(plain, merged / "adapter")(tokens).logits
-        after = AutoModelForCausalLM.from_pretrained(merged)(tokens).logits
-    assert (adapted - before).abs().max() > 1e-3
-    assert (after - adapted).abs().max() < 1e-4
-    embedding = "model.embed_tokens.weight"
-    ours, theirs = (load_file(folder / "model.safetensors")[embedding] for folder in (merged, base))
-    assert torch.equal(ours, theirs)

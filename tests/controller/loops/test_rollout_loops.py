@@ -1,68 +1,31 @@
-"""accumulate, distill and ppo with a tiny model, their meshes in one process."""
+"""accumulate and ppo with a tiny model, their meshes in one process."""
 
 import asyncio
-import io
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from controller.loops import accumulate, ppo
 from controller.loops.accumulate import AccumulateConfig
 from controller.loops.ppo import PPOConfig
-from controller.runs.console import Console
-from controller.runs.folder import RunFolder
-from controller.runs.loop_config import RolloutLoopConfig
 from controller.runs.recording import read_recording
-from generator.config import GeneratorConfig
-from ownloop_shelf import distill
-from ownloop_shelf.distill import DistillConfig
-from ownloop_shelf.distillation import Lesson
 from rl.advantages import ADVANTAGES
 from rl.algorithms.actor_critic import PPOParams
-from rl.data.sources import text_to_datum
 from rl.losses import token_mean
 from rl.rollouts.episodes import group_to_data
 from rl.schedules import adapted_to_kl
-from rl.tiny_models import VOCAB_SIZE
-from rl.tiny_tasks import EvenWords
-from rl.types import AdamParams, Group, SamplingParams
+from rl.types import Group, SamplingParams
+from tests.controller.loops.rollout_runs import TRAINER, refused, rollout_options, trained
 from tests.generator.served_models import served_llama
 from tests.trainer.engine_trainer import EngineTrainer
-from trainer.config import TrainerConfig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
 
-TRAINER = TrainerConfig(compute_dtype="float32", max_tokens_per_microbatch=512)
 TOLERANCE = 1e-6
-
-
-def _options(model: Path, **options: Any) -> dict[str, Any]:
-    """What the three recipes have in common."""
-    return {
-        "model": str(model),
-        "env": EvenWords(),
-        "trainer": TRAINER,
-        "generator": GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=64),
-        "sampling": SamplingParams(max_tokens=8),
-        "num_eval": 32,
-        **options,
-    }
-
-
-def _run(loop: Any, config: RolloutLoopConfig, path: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """The rows of the optimizer steps and those of the evaluations."""
-    folder = RunFolder(path, config)
-    asyncio.run(loop.train(config, folder, Console(io.StringIO())))
-    assert AutoModelForCausalLM.from_pretrained(path / "model").config.vocab_size == VOCAB_SIZE
-    rows = folder.metrics()
-    return [row for row in rows if "grad_norm" in row], [row for row in rows if "eval_reward" in row]
 
 
 def _recorded_groups(run: Path, step: int) -> Sequence[Group]:
@@ -79,7 +42,7 @@ def test_accumulated_batches_are_one_batch_of_their_union(tmp_path: Path) -> Non
     """Every step of a run, done again by an engine from the checkpoint before, with all its data in one call."""
     model, run = served_llama(tmp_path / "model", tied=True), tmp_path / "run"
     config = AccumulateConfig(
-        **_options(model),
+        **rollout_options(model),
         num_steps=3,
         prompts_per_step=3,
         group_size=4,
@@ -91,7 +54,7 @@ def test_accumulated_batches_are_one_batch_of_their_union(tmp_path: Path) -> Non
         checkpoint_every=1,
         keep_checkpoints=4,
     )
-    steps, evaluations = _run(accumulate, config, run)
+    steps, evaluations = trained(accumulate, config, run)
     assert [row["step"] for row in evaluations] == [0, 3]
     assert [row["policy_version"] for row in steps] == [1, 2, 3]
     assert all(2 <= row["rollout_batches"] <= 8 for row in steps)
@@ -126,63 +89,10 @@ def test_accumulated_batches_are_one_batch_of_their_union(tmp_path: Path) -> Non
     assert steps[-1]["learning_rate"] < config.learning_rate / 2  # the target is far below what such steps bring about
 
 
-@pytest.mark.slow
-def test_distill_brings_the_student_nearer_to_its_teacher(tmp_path: Path) -> None:
-    model = served_llama(tmp_path / "model", tied=True)
-    teacher, rng = EngineTrainer(model, per_microbatch=64), np.random.default_rng(0)
-    for _ in range(12):  # it is taught to answer with even words
-        words = rng.integers(3, VOCAB_SIZE, (32, 6)), 4 + 2 * rng.integers(0, 30, (32, 8))
-        lesson = [text_to_datum(prompt, answer, "completion") for prompt, answer in zip(*words, strict=True)]
-        asyncio.run(teacher.forward_backward(lesson, "cross_entropy"))
-        asyncio.run(teacher.optim_step(AdamParams(learning_rate=3e-3), grad_scale=token_mean(lesson)))
-    asyncio.run(teacher.export_hf(tmp_path / "teacher"))
-    config = DistillConfig(
-        **_options(model),
-        teacher=str(tmp_path / "teacher"),
-        teacher_trainer=TRAINER,
-        num_steps=20,
-        prompts_per_step=16,
-        group_size=4,
-        learning_rate=3e-3,
-        evaluate_every=20,
-    )
-    steps, evaluations = _run(distill, config, tmp_path / "run")
-    measured = [
-        row for row in RunFolder(tmp_path / "run", config, resume=True).metrics() if "eval_kl_to_teacher" in row
-    ]
-    assert [row["step"] for row in measured] == [0, 20]
-    assert measured[1]["eval_kl_to_teacher_high"] < measured[0]["eval_kl_to_teacher_low"]
-    assert steps[-1]["kl_to_teacher"] < 0.7 * steps[0]["kl_to_teacher"]
-    assert evaluations[1]["eval_reward_low"] > evaluations[0]["eval_reward_high"]  # the teacher's even words
-    assert all(row["logprob_mismatch_max"] < 1e-3 for row in steps)  # each step's tokens are of the weights that learn
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hint", ["answer", "peer"])
-def test_a_student_teaches_itself_over_words(tmp_path: Path, hint: str) -> None:
-    """The answer as a hint makes even words more probable; the student learns to be so without it."""
-    model = served_llama(tmp_path / "model", tied=True)
-    config = DistillConfig(
-        **_options(model),
-        teacher="self",
-        teacher_trainer=TRAINER,
-        lesson=Lesson(divergence="forward_kl", words=4, hint=hint, hint_text="{hint}"),  # type: ignore[arg-type]
-        num_steps=2,
-        prompts_per_step=4,
-        group_size=4,
-        learning_rate=1e-3,
-        evaluate_every=2,
-    )
-    steps, _ = _run(distill, config, tmp_path / "run")
-    assert [row["policy_version"] for row in steps] == [1, 2]
-    assert all(row["kl_to_teacher"] > 0 and row["grad_norm"] > 0 for row in steps)
-    assert all((row["graded_fraction"] == 1) == (hint == "answer") for row in steps)
-
-
 def test_ppo_learns_with_its_critic_and_its_reference(tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
     config = PPOConfig(
-        **_options(model),
+        **rollout_options(model),
         critic=replace(TRAINER, head="value"),
         num_steps=12,
         prompts_per_step=16,
@@ -195,7 +105,7 @@ def test_ppo_learns_with_its_critic_and_its_reference(tmp_path: Path) -> None:
         critic_loss_config={"clip_range": 0.0},
         evaluate_every=12,
     )
-    steps, evaluations = _run(ppo, config, tmp_path / "run")
+    steps, evaluations = trained(ppo, config, tmp_path / "run")
     assert [row["policy_version"] for row in steps] == [8 * step for step in range(1, 13)]
     assert [row["learning_rate"] for row in steps] == pytest.approx([0.5e-3, 1e-3, 1.5e-3] + [2e-3] * 9)
     assert abs(steps[0]["kl_reference"]) < 1e-6  # policy and reference are one
@@ -210,40 +120,20 @@ def test_ppo_learns_with_its_critic_and_its_reference(tmp_path: Path) -> None:
 
 def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
-    other = served_llama(tmp_path / "other", tied=True)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    words = tokenizer["model"]["vocab"]
-    words["w60"], words["w61"] = words["w61"], words["w60"]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    common = _options(model, num_steps=2, prompts_per_step=2, learning_rate=1e-3)
-    distilled = DistillConfig(**common, teacher=str(other), teacher_trainer=TRAINER, group_size=1)
-
-    def refused(loop: Any, config: RolloutLoopConfig, message: str) -> None:
-        folder = RunFolder(tmp_path / f"run-{len(list(tmp_path.iterdir()))}", config)
-        with pytest.raises(ValueError, match=message):
-            asyncio.run(loop.train(config, folder, Console(io.StringIO())))
-        assert not list(folder.logs.iterdir())
-
-    refused(
-        distill, distilled, r"teacher .*other has another tokenizer than the student .*model: 2 of 64 tokens differ"
-    )
-    refused(distill, replace(distilled, teacher="runs/none/model"), r"teacher: model 'runs/none/model' is neither a")
-    refused(
-        distill, replace(distilled, sampling=SamplingParams(max_tokens=60)), r"the prompt of problem .* has \d+ tokens"
-    )
-    with pytest.raises(ValueError, match=r"[Ee]nv"):
-        replace(distilled, env=object())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"teacher is 'self' and lesson.hint is 'none'"):
-        replace(distilled, teacher="self")
-    with pytest.raises(ValueError, match=r"evaluation is 'beside'; in this loop it must be one of \('between',\)"):
-        replace(distilled, evaluation="beside")
-    with pytest.raises(ValueError, match=r"sampling.temperature is 0.0; training rollouts need at least 0.01"):
-        replace(distilled, sampling=SamplingParams(max_tokens=8, temperature=0.0))
+    common = rollout_options(model, num_steps=2, prompts_per_step=2, learning_rate=1e-3)
     actor_critic: dict[str, Any] = {**common, "group_size": 1, "critic_learning_rate": 1e-3, "ppo": PPOParams()}
     with pytest.raises(ValueError, match=r"critic.head is 'lm'; a critic needs 'value'"):
         PPOConfig(**actor_critic, critic=TRAINER)
     accumulated = AccumulateConfig(**common, group_size=2, tokens_per_step=10, kl_target=0.1)
+    too_long = replace(accumulated, sampling=SamplingParams(max_tokens=60))
+    refused(accumulate, too_long, r"the prompt of problem .* has \d+ tokens", tmp_path / "run")
     for wrong, message in (
+        ({"env": object()}, r"[Ee]nv"),
+        ({"evaluation": "beside"}, r"evaluation is 'beside'; in this loop it must be one of \('between', 'apart'\)"),
+        (
+            {"sampling": SamplingParams(max_tokens=8, temperature=0.0)},
+            r"sampling.temperature is 0.0; training rollouts need at least 0.01",
+        ),
         ({"group_size": 1}, r"group_size is 1; it must be at least 2"),
         ({"warmup_steps": -1}, r"warmup_steps is -1; it must be at least 0"),
         ({"num_eval": 10**9}, r"num_eval is 1000000000; it must be in \[1, 100000\]"),

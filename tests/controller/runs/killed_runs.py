@@ -1,6 +1,7 @@
 """Run folders as a run leaves them that is killed: copied in the midst of a call, while the run itself goes on."""
 
 import contextlib
+import hashlib
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -10,8 +11,12 @@ from typing import Any
 import pytest
 
 from controller.runs.folder import complete_checkpoints, read_metrics
+from controller.runs.metric_rows import is_timing
 from tests.docs.in_process import InProcessTrainer
+from tests.docs.loop_runs import run_loop
+from tests.rl.recordings import recorded_rows
 
+STEPS: dict[str, Any] = {"num_steps": 6, "checkpoint_every": 2, "evaluate_every": 3}
 KILLS = ("optim_step", "save_checkpoint")
 """Calls in whose midst a run is killed: it has a gradient and no step yet, or a part of a checkpoint."""
 
@@ -56,3 +61,35 @@ def _same_save(copy: Path, run: Path) -> bool:
     return complete_checkpoints(copy / "checkpoints") == [
         copy / "checkpoints" / path.name for path in complete_checkpoints(run / "checkpoints")
     ]
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    """Every row, timings aside."""
+    rows = read_metrics(run / "metrics.jsonl")
+    return [{name: row[name] for name in row if not is_timing(name)} for row in rows]
+
+
+def rollouts(run: Path) -> list[dict[str, Any]]:
+    """What was sampled, timings aside."""
+    return [{name: value for name, value in row.items() if name != "environment_s"} for row in recorded_rows(run)]
+
+
+def _weights(run: Path) -> str:
+    (file,) = (run / "model").glob("*.safetensors")
+    return hashlib.blake2b(file.read_bytes()).hexdigest()
+
+
+def same_after_kills(loop: str, whole: Path, **changes: Any) -> None:
+    """Asserts that runs that were killed and resumed have the steps, rollouts and weights of the one left alone.
+
+    Call `launch_in_process` first. `changes` replace fields of the loop's recipe.
+    """
+    with killed_after(4, whole) as killed:
+        run_loop(loop, whole, **STEPS, **changes)
+    assert killed.keys() == {*KILLS}
+    for call, run in killed.items():
+        assert complete_checkpoints(run / "checkpoints"), "the kill was before the first checkpoint"
+        run_loop(loop, run, resume=True, **STEPS, **changes)
+        assert metrics(run) == metrics(whole), call
+        assert rollouts(run) == rollouts(whole), call
+        assert _weights(run) == _weights(whole), call

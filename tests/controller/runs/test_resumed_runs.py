@@ -1,6 +1,5 @@
 """A run of any loop that is killed and resumed does what it would have done: every step once, with the same numbers."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -8,19 +7,16 @@ from typing import Any
 
 import pytest
 
-from controller.runs.folder import complete_checkpoints, read_metrics
-from controller.runs.metric_rows import is_timing
+from controller.runs.folder import complete_checkpoints
 from rl.lora import LoRAConfig
 from rl.rollouts.columns import read_groups
 from rl.tiny_tasks import EvenWords
-from tests.controller.runs.killed_runs import KILLS, killed_after
+from tests.controller.runs.killed_runs import STEPS, killed_after, metrics, rollouts, same_after_kills
 from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import LOOPS, run_loop
-from tests.rl.recordings import recorded_rows
 
 pytestmark = pytest.mark.slow
 
-STEPS: dict[str, Any] = {"num_steps": 6, "checkpoint_every": 2, "evaluate_every": 3}
 ADAPTER = LoRAConfig(rank=4, train_unembed=False)
 RUNS = [
     ("ppo", ADAPTER),
@@ -38,34 +34,9 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
         yield
 
 
-def _metrics(run: Path) -> list[dict[str, float]]:
-    """Every row, timings aside."""
-    rows = read_metrics(run / "metrics.jsonl")
-    return [{name: row[name] for name in row if not is_timing(name)} for row in rows]
-
-
-def _rollouts(run: Path) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if name != "environment_s"} for row in recorded_rows(run)]
-
-
-def _weights(run: Path) -> str:
-    (file,) = (run / "model").glob("*.safetensors")
-    return hashlib.blake2b(file.read_bytes()).hexdigest()
-
-
 @pytest.mark.parametrize(("loop", "lora"), RUNS)
 def test_a_resumed_run_equals_one_that_was_left_alone(loop: str, lora: LoRAConfig | None, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    changes: dict[str, Any] = {**STEPS, "lora": lora}
-    with killed_after(4, whole) as killed:
-        run_loop(loop, whole, **changes)
-    assert killed.keys() == {*KILLS}
-    for call, run in killed.items():
-        assert complete_checkpoints(run / "checkpoints"), "the kill was before the first checkpoint"
-        run_loop(loop, run, resume=True, **changes)
-        assert _metrics(run) == _metrics(whole), call
-        assert _rollouts(run) == _rollouts(whole), call
-        assert _weights(run) == _weights(whole), call
+    same_after_kills(loop, tmp_path / "whole", lora=lora)
 
 
 @pytest.mark.parametrize("max_staleness", [1, 3])
@@ -80,10 +51,10 @@ def test_a_resumed_grpo_async_trains_once_on_everything(max_staleness: int, tmp_
         waiting = read_groups(file) if (file := newest / "finished_groups.parquet").exists() else []
         assert waiting or max_staleness == 1, "there was nothing that could be lost"
         run_loop("grpo_async", run, resume=True, **changes)
-        rows = [row for row in _rollouts(run) if row["split"] == "train"]
+        rows = [row for row in rollouts(run) if row["split"] == "train"]
         assert Counter(row["problem_id"] for row in rows if row["sample"] == 0) == expected, call
-        assert [row["policy_version"] for row in _metrics(run) if "policy_version" in row] == list(range(1, 7)), call
-        assert max(row["staleness_max"] for row in _metrics(run) if "staleness_max" in row) <= max_staleness
+        assert [row["policy_version"] for row in metrics(run) if "policy_version" in row] == list(range(1, 7)), call
+        assert max(row["staleness_max"] for row in metrics(run) if "staleness_max" in row) <= max_staleness
         for group in waiting:  # what had been sampled is trained on as it was, not sampled again
             turns = [turn for row in rows if row["problem_id"] == group.problem_id for turn in row["turns"]]
             completions = [turn.completion for rollout in group.rollouts for turn in rollout.turns]

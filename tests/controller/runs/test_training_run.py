@@ -80,7 +80,6 @@ def test_evaluations_are_of_the_steps_before_them(tmp_path: Path) -> None:
     run.finish()
     assert [(row["step"], row["eval_loss"]) for row in folder.metrics()] == [(0, 2), (4, 1)]
     assert "Held-out loss went from 2.000 to 1.000" in stream.getvalue()
-    assert (folder.path / "loss.png").exists()
 
 
 def test_the_folders_of_a_run(tmp_path: Path) -> None:

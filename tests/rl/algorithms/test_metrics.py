@@ -3,7 +3,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ownloop_shelf.distillation import reverse_kl_advantages
 from rl.advantages import kl_estimates, kl_from_generator, token_rewards
 from rl.algorithms.actor_critic import PPOParams, ppo_advantages
 from rl.algorithms.metrics import (
@@ -45,9 +44,7 @@ def test_a_reported_position_changes_no_metric_and_no_advantage() -> None:
         batch = [Datum(tokens=np.arange(8), loss_inputs={**data, "logprobs": q}) for q in logprobs]
         output = ForwardBackwardOutput(logprobs=tuple(scores), entropy=None, metrics={})
         ready, metrics = ppo_advantages(batch, [1.0, 0.0], scores, scores, PPOParams())
-        distilled = reverse_kl_advantages(batch, scores, discount=0.5)
         inputs = [d.loss_inputs[name] for d in ready for name in ("advantages", "returns")]
-        inputs += [d.loss_inputs["advantages"] for d in distilled]
         mismatch, kl = logprob_mismatch(batch, output), kl_from_generator(batch, scores)
         weighed = [d.weights[5:].tolist() for d in weight_pairs(batch, np.array([4.0, -4.0]))]
         num_tokens = [d.num_loss_tokens for d in (*batch, *weight_pairs(batch, np.array([4.0, -4.0])))]

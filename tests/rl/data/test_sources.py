@@ -1,9 +1,9 @@
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from ownloop_tasks.tools import ToolEnv
 from rl.data.rows import is_eval
 from rl.data.sources import EnvExamples, EnvPreferences, JsonlExamples, JsonlPreferences
 from rl.envs.largest_number import LargestNumber
@@ -162,20 +162,14 @@ def test_an_environment_that_knows_no_answers_is_refused() -> None:
         EnvPreferences(env=NumberWords()).eval_preferences(1)
 
 
-class _Sums(Unanswered):
-    """Chats whose answer is known."""
-
-    def train_problems(self, seed: int, start: int, count: int) -> list[Problem]:
-        chat = [{"role": "user", "content": "6 * 7"}]
-        return [TextProblem(id=str(i), prompt=chat, score=float, answer="42") for i in range(start, start + count)]
-
-
 def test_supervised_data_that_would_not_show_tools_are_refused() -> None:
-    tools = ("ownloop_tasks.calculator:calculate",)
-    with pytest.raises(
-        ValueError, match=r"problem '0' of environment 'riddles with calculate' has tools, which superv"
-    ):
-        EnvExamples(env=ToolEnv(env=_Sums(), tools=tools)).train_examples(0, 0, 1)
-    (shown,) = EnvExamples(env=ToolEnv(env=_Sums(), tools=tools, show_tools="system")).train_examples(0, 0, 1)
-    assert shown.completion == "42"
-    assert [message["role"] for message in shown.prompt if isinstance(message, dict)] == ["system", "user"]
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class WithTools(TextProblem):
+        tools: tuple[dict[str, str], ...] = ({"name": "calculate"},)
+
+    class Sums(Unanswered):
+        def train_problems(self, seed: int, start: int, count: int) -> list[Problem]:
+            return [WithTools(id=str(i), prompt="6 * 7", score=float, answer="42") for i in range(start, start + count)]
+
+    with pytest.raises(ValueError, match=r"problem '0' of environment 'riddles' has tools"):
+        EnvExamples(env=Sums()).train_examples(0, 0, 1)

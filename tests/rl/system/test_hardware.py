@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from configs.grpo_smollm2_cpu import recipe
-from ownloop_report.page import describe_host
 from rl.system import hardware
 from rl.system.hardware import available_memory_bytes, cpu_dtype, cpu_thread_env
 from tests.waiting import wait_for_end
@@ -97,16 +96,6 @@ def test_libgomp_understands_its_settings() -> None:
     assert status == 0, errors
     parsed = dict(re.findall(r"(\w+) = '(.*)'", errors))
     assert {name: parsed.get(name) for name in expected} == expected
-
-
-def test_a_host_is_described_by_its_gpus_processor_and_memory(tmp_path: Path) -> None:
-    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Xeon 1\nprocessor\t: 1\nmodel name\t: Xeon 1\n")
-    for gpu in ("0000:01", "0000:02"):
-        (tmp_path / gpu).mkdir()
-        (tmp_path / gpu / "information").write_text("Model: \t\t NVIDIA H100\nIRQ: 1\n")
-    described = describe_host(tmp_path / "cpuinfo", tmp_path)
-    assert re.fullmatch(r"2 x NVIDIA H100, Xeon 1, \d+ cores, [\d.]+ GiB of memory", described)
-    assert describe_host(tmp_path / "none", tmp_path / "none").startswith(os.uname().machine)
 
 
 def test_versions_are_those_of_the_packages_that_are_installed() -> None:

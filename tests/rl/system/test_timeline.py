@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from controller.runs.folder import RunFolder
-from ownloop_report.page import read_timeline
 from rl.algorithms.metrics import PhaseClock
-from rl.system.timeline import Timeline, collect_gauges, gauge, span, wall_time
+from rl.system.timeline import Timeline, collect_gauges, gauge, read_timeline, span, wall_time
 
 
 def _events(file: Path) -> list[dict[str, Any]]:
