@@ -6,7 +6,7 @@ N ?= 10
 RECIPE ?= $(if $(filter gpu,$(DEVICE)),grpo_smollm2_gpu,grpo_smollm2_cpu)
 
 SHELL := /bin/bash
-BIN := .venv/bin
+BIN := $(if $(filter core,$(DEVICE)),.venv-core,.venv)/bin
 # The processes of a run import the same packages, which takes three times as long where Python may not keep its bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 # Test processes are many and small: one thread each, and no thread that spins while it waits.
@@ -17,10 +17,10 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-fast test-slow stress lint bench gpu-check gpu-rehearsal lock clean
+.PHONY: help setup train test test-core test-fast test-slow stress lint bench wheels gpu-check gpu-rehearsal lock clean
 
 help: ## list the targets
-	@echo 'make TARGET [DEVICE=cpu|gpu|pretended-gpu] [ARGS="..."] [PYTHON=python3.12]'
+	@echo 'make TARGET [DEVICE=cpu|gpu|core|pretended-gpu] [ARGS="..."] [PYTHON=python3.11]'
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 
 setup: ## create or update .venv; every other target does so first
@@ -29,7 +29,10 @@ setup: ## create or update .venv; every other target does so first
 train: setup ## train a language model with GRPO; ARGS="--num-steps 5" overrides the recipe
 	@exec $(BIN)/python -m controller.commands.cli run $(RECIPE) $(ARGS)
 
-test: setup ## run the tests on two cores; ARGS="-k name" picks some, ARGS="-n 0" runs them one after the other
+test-core: setup ## run the tests of the core; with DEVICE=core in .venv-core, where no plug-in is installed
+	@exec env $(PYTEST) $(WORKERS) -m "not slow" tests $(ARGS)
+
+test: setup ## run the tests on two cores, the core's first; ARGS="-k name" picks some, ARGS="-n 0" runs one after the other
 	@exec env $(PYTEST) $(WORKERS) -m "not slow" $(ARGS)
 
 test-fast: setup ## run the tests that start no process and take no seconds each
@@ -57,9 +60,13 @@ gpu-rehearsal: ## run the GPU path on pretended GPUs, which need none; the first
 	@requirements/setup.sh pretended-gpu
 	@exec .venv-pretended-gpu/bin/python -m tests.gpu_pretended.rehearsal $(ARGS)
 
-lock: ## resolve pyproject.toml into requirements/*.lock again; ARGS=--upgrade takes newer versions
+wheels: setup ## build the wheels of ownloop and of all plug-ins into dist/
+	@rm -rf dist
+	@for folder in . plugins/*/; do (cd "$$folder" && "$(CURDIR)/$(BIN)/python" -m hatchling build -t wheel -d "$(CURDIR)/dist") || exit 1; done
+
+lock: ## resolve every pyproject.toml into requirements/*.lock again; ARGS=--upgrade takes newer versions
 	@requirements/setup.sh lock $(ARGS)
 
 clean: ## remove .venv and caches; runs/ stays
-	@rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-core dist .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

