@@ -75,7 +75,7 @@ class Size:
 class Sides:
     """Everything that runs."""
 
-    whole: "TrainerHandle"
+    whole: "Trainer"
     base: "TrainerHandle"
     policy: "Trainer"
     plain: "Generator"
@@ -124,7 +124,6 @@ async def sides(model: Path, threads: int, size: Size) -> AsyncGenerator[Sides]:
     # Here, because a module that imports Monarch also configures it, for this process and its children.
     from controller.handles.adapters import BoundGenerator
     from controller.handles.trainer_handle import TrainerHandle
-    from controller.handles.trainer_mesh import TrainerMesh
     from controller.launching.launcher import Launcher
     from generator.config import GeneratorConfig, LoRALimits
     from trainer.config import TrainerConfig
@@ -134,23 +133,21 @@ async def sides(model: Path, threads: int, size: Size) -> AsyncGenerator[Sides]:
     serving = GeneratorConfig(dtype=dtype, num_threads=threads, max_model_len=256, max_num_seqs=max(size.requests, 8))
     room = replace(serving, lora=LoRALimits(max_rank=RANK, max_adapters=4))
     with tempfile.TemporaryDirectory() as folder:
-        async with Launcher(logs := Path(folder)) as launcher:
-            policy, base, bound, plain = await asyncio.gather(
+        # A launcher has one trainer that pushes: one's versions are adapters, the other's are whole models.
+        async with (
+            Launcher(logs := Path(folder)) as launcher,
+            Launcher(logs, beside=launcher) as other,
+        ):
+            policy, base, bound, whole, plain = await asyncio.gather(
                 launcher.trainer(model, replace(training, lora=lora), generator=room),
                 launcher.reference(model, replace(training, lora=lora)),
                 launcher.generator(model, room),
-                launcher.generator(model, serving, name="plain"),
+                other.trainer(model, training, generator=serving, name="whole"),
+                other.generator(model, serving, name="plain"),
             )
-            # A launcher has one trainer that pushes. This one's versions are the model's, the other's are adapters'.
-            records = launcher._version_records  # pyright: ignore[reportPrivateUsage]
-            training = replace(training, model=model)
-            mesh = await TrainerMesh.launch(training, dtype, logs, name="whole", version_records=records)
             assert isinstance(base, TrainerHandle)
             assert isinstance(bound, BoundGenerator)
-            try:
-                yield Sides(TrainerHandle(mesh), base, policy, plain, bound.unbound)
-            finally:
-                await mesh.mesh.stop()
+            yield Sides(whole, base, policy, plain, bound.unbound)
 
 
 async def measure_training(running: Sides, size: Size) -> dict[str, float]:

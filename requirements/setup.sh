@@ -8,6 +8,7 @@
 # one is made anew. Needs Python 3.11 or 3.12 with venv, and the index that pip is configured for. A lock holds for both
 # Pythons, on x86-64 and on aarch64.
 set -euo pipefail
+shopt -s nullglob
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 device=$1

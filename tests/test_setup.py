@@ -91,7 +91,7 @@ def test_an_unknown_device_names_the_known(checkout: Path) -> None:
     for device in ("tpu", "trl"):
         result = setup(checkout, f"DEVICE={device}")
         assert result.returncode != 0
-        assert f"error: DEVICE is '{device}'; it must be cpu, gpu or pretended-gpu" in result.stderr
+        assert f"error: DEVICE is '{device}'; it must be cpu, gpu, core or pretended-gpu" in result.stderr
     assert not (checkout / ".venv").exists()
 
 
