@@ -1,4 +1,4 @@
-"""Runs benchmarks, one after the other, keeps their results, and rewrites RESULTS.md."""
+"""Runs benchmarks of the core and of plug-ins, one after the other, keeps their results, and rewrites RESULTS.md."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ BENCHMARKS = (
     "controller_scale",
     "sandbox",
 )
-"""Modules of this package, in the order in which they run by default."""
+"""Modules of this package, or of a plug-in's folder `benchmarks`, in the order in which they run by default."""
 ON_REQUEST = ("hosts", "host_failures", "kill_matrix", "gateway_load", "memory_growth", "plan", "vs_trl")
 """Modules that run only when named, since they take most of an hour, need root (hosts, host_failures), or install
 another environment (vs_trl)."""
@@ -61,9 +61,17 @@ def main() -> None:
         raise SystemExit(f"bars not met: {', '.join(missed)}")
 
 
+def module_of(name: str) -> str:
+    """The module of a benchmark of the core, or of the plug-in that has it. Raises ValueError if none has."""
+    for file in (REPOSITORY / "benchmarks" / f"{name}.py", *REPOSITORY.glob(f"plugins/*/benchmarks/{name}.py")):
+        if file.is_file():
+            return ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
+    raise ValueError(f"there is no benchmark {name!r}")
+
+
 def _run(name: str, form: list[str]) -> dict[str, Any]:
     """Runs one benchmark, passes on its output, and returns the result on its last line."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", *form]
+    command = [sys.executable, "-m", module_of(name), *form]
     print(f"== {' '.join(command[1:])}", flush=True)
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

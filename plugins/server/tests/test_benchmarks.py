@@ -1,0 +1,11 @@
+"""The benchmarks of this plug-in run in their smallest form."""
+
+import pytest
+
+from tests.benchmarks.smallest_form import check_smallest_form
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gateway", "gateway_load"])
+def test_smallest_form(name: str) -> None:
+    check_smallest_form(name)
