@@ -177,6 +177,10 @@ def test_a_run_that_has_written_nothing_yet_has_a_report(tmp_path: Path) -> None
     assert write_report(folder.path).is_file()
 
 
+NUM_SHOWN, NUM_FOLDED = 3, 5
+"""Of the curves of `reported_run`: reward, loss and memory; and the metrics behind `more metrics`."""
+
+
 def _drawn(page: str, folder: Path) -> str:
     """The document that a browser has made of a page, opened from the disk."""
     file = folder / "shown.html"
@@ -202,7 +206,9 @@ def test_a_browser_draws_the_page(tmp_path: Path) -> None:
         "Configuration",  # the last section: no script error came before it
     ]
     assert drawn.count('class="interval"') == 3
-    assert drawn.count("<circle") == 3 * 20
+    assert drawn.count("<circle") == (NUM_SHOWN + NUM_FOLDED) * 20
+    (folded,) = re.findall(r'<details id="others".*?</details>', drawn, re.DOTALL)
+    assert folded.count("<circle") == NUM_FOLDED * 20
     assert re.search(r"running; 20 of 40 steps", drawn)
     assert "No rule of plugins/report/README.md warns of anything." in drawn
     assert drawn.count('class="reward"') == 6
@@ -230,6 +236,6 @@ def test_a_narrow_page_fits_its_window_and_is_legible(tmp_path: Path) -> None:
     found = json.loads(html.unescape(re.findall(r"<title>(.*?)</title>", drawn)[0]))
     assert found["page"] <= found["window"] == 400
     assert found["overflow"] <= 0.5
-    assert len(found["scales"]) == 5
+    assert len(found["scales"]) == NUM_SHOWN + NUM_FOLDED + 2  # where the time went, and the timeline
     assert min(found["scales"]) > 0.8  # text of 11 pixels has 9 or more
     assert found["messages"] == ["no, again"]
