@@ -20,7 +20,7 @@ from tests.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.seconds, pytest.mark.stranger("F2")]
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_X86_64 and _AARCH64 of linux/audit.h
 I386 = 0x40000003
 ALLOWED, KILLED, REFUSED, ABSENT = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
@@ -147,7 +147,7 @@ def test_a_kernel_that_accepts_no_filter_is_refused() -> None:
 @pytest.mark.skipif(shutil.which("setarch") is None, reason="setarch, which names another machine, is not installed")
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="i686 is the other machine of x86-64 alone")
 def test_a_machine_without_a_filter_is_refused() -> None:
-    text = (ROOT / "ownloop_sandbox/inner_run.py").read_text()
+    text = (ROOT / "plugins/sandbox/ownloop_sandbox/inner_run.py").read_text()
     command = ["setarch", "i686", sys.executable, "-I", "-S", "-c", text, *"11111"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert result.returncode == 1

@@ -14,7 +14,7 @@ import pytest
 from examples.engines.mindspore_engine.child import Child, ChildError
 from tests.waiting import LIMIT_S, wait_until
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
 SERVING = """
 import os, time

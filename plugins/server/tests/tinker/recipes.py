@@ -13,7 +13,7 @@ from benchmarks.locked_environment import locked_python
 from ownloop_server.child_server import Server
 from tests.waiting import LIMIT_S, wait_for_end, wait_until
 
-LOCK = Path(__file__).parent.parent.parent / "requirements" / "tinker.lock"
+LOCK = Path(__file__).parents[4] / "requirements" / "tinker.lock"
 CHAT_FORMAT = "qwen3_instruct"
 """The cookbook's name for the chat format of SmolLM2."""
 
