@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of many architectures: what tests of `fsdp2` show of one, they show of all.
+"""Tiny random checkpoints of the core's architectures: what tests of `fsdp2` show of one, they show of all.
 
 Every option that a family has and Llama lacks is set so that leaving it out changes the logits: Granite's multipliers,
 Gemma's sliding windows, windows shorter than the tests' sequences.
@@ -9,32 +9,48 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
-from ownloop_families.tiny_families import SHAPE, TINY_FAMILIES, WINDOW
 from rl.tiny_models import (
     SERVABLE,
+    TINY_SHAPE,
     save_tiny,
     tiny_llama,
     tiny_mistral,
     tiny_qwen2,
     tiny_qwen3,
-    tiny_qwen3_moe,
 )
+
+SHAPE: dict[str, Any] = {**TINY_SHAPE, **SERVABLE, "num_key_value_heads": 2}
+WINDOW = 8
 
 
 def _gemma3(path: Path) -> Path:
     layers = ["sliding_attention", "full_attention"]
     options: dict[str, Any] = {**SHAPE, "sliding_window": WINDOW, "layer_types": layers, "query_pre_attn_scalar": 24}
     return save_tiny(Gemma3ForCausalLM, Gemma3TextConfig(tie_word_embeddings=True, **options), path)
+
+
+def _gemma2(path: Path) -> Path:
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    options: dict[str, Any] = {**SHAPE, **caps, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}
+    return save_tiny(Gemma2ForCausalLM, Gemma2Config(tie_word_embeddings=True, **options), path)
 
 
 def _granite(path: Path) -> Path:
@@ -49,6 +65,13 @@ def _granite(path: Path) -> Path:
 
 def _olmo2(path: Path) -> Path:
     return save_tiny(Olmo2ForCausalLM, Olmo2Config(tie_word_embeddings=False, **SHAPE), path)
+
+
+def _olmo3(path: Path) -> Path:
+    layers = ["sliding_attention", "full_attention"]
+    shape = {key: value for key, value in SHAPE.items() if key != "head_dim"}
+    config = Olmo3Config(tie_word_embeddings=False, sliding_window=WINDOW, layer_types=layers, **shape)
+    return save_tiny(Olmo3ForCausalLM, config, path)
 
 
 def _phi3(path: Path, **options: Any) -> Path:
@@ -74,25 +97,29 @@ def _phi4_mini(path: Path) -> Path:
     return _phi3(path, **options)
 
 
+def _seed_oss(path: Path) -> Path:
+    biases: dict[str, Any] = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}
+    return save_tiny(SeedOssForCausalLM, SeedOssConfig(tie_word_embeddings=False, **SHAPE, **biases), path)
+
+
+def _smollm3(path: Path) -> Path:
+    # The second layer has no rotary embeddings.
+    config = SmolLM3Config(tie_word_embeddings=True, no_rope_layers=[1, 0], **SHAPE)
+    return save_tiny(SmolLM3ForCausalLM, config, path)
+
+
 MODELS: Mapping[str, tuple[str, Callable[[Path], Path]]] = {
     "llama": ("LlamaForCausalLM", lambda path: tiny_llama(path, **SERVABLE)),
     "mistral": ("MistralForCausalLM", lambda path: tiny_mistral(path, **SERVABLE, sliding_window=WINDOW)),
     "qwen2": ("Qwen2ForCausalLM", lambda path: tiny_qwen2(path, **SERVABLE)),
     "qwen3": ("Qwen3ForCausalLM", lambda path: tiny_qwen3(path, **SERVABLE)),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", lambda path: tiny_qwen3_moe(path, **SERVABLE, moe_intermediate_size=64)),
-    "gemma2": ("Gemma2ForCausalLM", TINY_FAMILIES["gemma2"]),
-    "gemma4": ("Gemma4ForCausalLM", TINY_FAMILIES["gemma4"]),
+    "gemma2": ("Gemma2ForCausalLM", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", _gemma3),
-    "glm4_moe": ("Glm4MoeForCausalLM", TINY_FAMILIES["glm4_moe"]),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", TINY_FAMILIES["deepseek_v3"]),
-    "qwen3_5": ("Qwen3_5ForCausalLM", TINY_FAMILIES["qwen3_5"]),
-    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", TINY_FAMILIES["qwen3_5_moe"]),
-    "gpt_oss": ("GptOssForCausalLM", TINY_FAMILIES["gpt_oss"]),
     "granite": ("GraniteForCausalLM", _granite),
     "olmo2": ("Olmo2ForCausalLM", _olmo2),
-    "olmo3": ("Olmo3ForCausalLM", TINY_FAMILIES["olmo3"]),
-    "seed_oss": ("SeedOssForCausalLM", TINY_FAMILIES["seed_oss"]),
-    "smollm3": ("SmolLM3ForCausalLM", TINY_FAMILIES["smollm3"]),
+    "olmo3": ("Olmo3ForCausalLM", _olmo3),
+    "seed_oss": ("SeedOssForCausalLM", _seed_oss),
+    "smollm3": ("SmolLM3ForCausalLM", _smollm3),
     "phi3": ("Phi3ForCausalLM", lambda path: _phi3(path, sliding_window=WINDOW)),
     "phi4-mini": ("Phi3ForCausalLM", _phi4_mini),
 }

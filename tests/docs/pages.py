@@ -42,3 +42,9 @@ def blocks_of(page: Path) -> list[Block]:
         )
         for match in _BLOCK.finditer(text)
     ]
+
+
+def table_of_architectures(page: Path) -> dict[str, str]:
+    """Architecture -> the engines that a page names for it, in its table of models."""
+    rows = [line.split("|") for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    return {row[1].strip(" `"): row[3] for row in rows if "For" in row[1]}

@@ -16,7 +16,7 @@ from rl.protocols import Generator, Trainer
 from rl.tiny_models import random_batch
 from rl.types import AdamParams, Completion, Datum
 from tests.e2e.weight_meshes import GREEDY, PROMPTS
-from tests.generator.served_models import served_qwen3, served_qwen3_moe
+from tests.generator.served_models import served_qwen3
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.contract.plain_ranks import LENGTHS, plan, relative_error
@@ -29,49 +29,22 @@ SCALE = 0.1
 BATCH = random_batch(LENGTHS)
 
 
-@pytest.mark.parametrize(
-    ("experts", "degrees"),
-    [
-        pytest.param(
-            True,
-            {"pipeline_parallel": 2, "data_parallel_shard": 2, "expert_parallel": 2},
-            id="pp2_ep2",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(True, {"data_parallel_shard": 2, "expert_parallel": 2}, id="ep2", marks=pytest.mark.slow),
-        pytest.param(False, {"pipeline_parallel": 2}, id="pp2", marks=pytest.mark.slow),
-        pytest.param(
-            False,
-            {"engine": "megatron", "pipeline_parallel": 2, "tensor_parallel": 2},
-            id="megatron_pp2_tp2",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            False,
-            {"engine": "megatron", "data_parallel_shard": 2, "tensor_parallel": 2},
-            id="megatron_shard2_tp2",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            False,
-            {"engine": "megatron", "context_parallel": 2, "tensor_parallel": 2},
-            id="megatron_cp2_tp2",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_it_trains_as_one_rank_does_and_is_sampled(experts: bool, degrees: dict[str, Any], tmp_path: Path) -> None:
-    model = served_qwen3_moe(tmp_path / "model") if experts else served_qwen3(tmp_path / "model", tied=False)
+@pytest.mark.slow
+def test_pipeline_stages_train_as_one_rank_does(tmp_path: Path) -> None:
+    model = served_qwen3(tmp_path / "model", tied=False)
+    assert_trains_as_one_rank_and_is_sampled(model, {"pipeline_parallel": 2}, tmp_path)
+
+
+def assert_trains_as_one_rank_and_is_sampled(model: Path, degrees: dict[str, Any], folder: Path) -> None:
+    """A trainer of several ranks and a generator that takes its weights, beside an engine in this process."""
     options: dict[str, Any] = {"compute_dtype": "float32", "max_tokens_per_microbatch": 50}
-    if degrees.get("engine") == "megatron":
-        pytest.importorskip("megatron.core")
     # A generator that is tensor-parallel, where the trainer is, takes shards that are cut along the same dimension.
     serving = GeneratorConfig(
         dtype="float32", max_model_len=128, max_num_seqs=8, tensor_parallel=degrees.get("tensor_parallel", 1)
     )
 
     async def main() -> None:
-        async with Launcher(tmp_path / "logs") as launcher:
+        async with Launcher(folder / "logs") as launcher:
             trainer, generator = await asyncio.gather(
                 launcher.trainer(model, TrainerConfig(**options, **degrees), generator=serving),
                 launcher.generator(model, serving),
@@ -79,17 +52,17 @@ def test_it_trains_as_one_rank_does_and_is_sampled(experts: bool, degrees: dict[
             first = await trainer.forward_backward(BATCH[:4], "cross_entropy")
             second = await trainer.forward_backward(BATCH[4:], "cross_entropy")
             await trainer.optim_step(LINEAR_STEP, SCALE)
-            await trainer.export_hf(tmp_path / "linear")
+            await trainer.export_hf(folder / "linear")
             _assert_like_one_rank(
-                TrainerConfig(model=model, **options), [*first.logprobs, *second.logprobs], tmp_path / "linear"
+                TrainerConfig(model=model, **options), [*first.logprobs, *second.logprobs], folder / "linear"
             )
 
             await _assert_generates_what_it_trained(trainer, generator, version=1)
             await trainer.forward_backward(BATCH, "cross_entropy")
             await trainer.optim_step(AdamParams(learning_rate=1e-2))
-            await trainer.export_hf(tmp_path / "trained")
+            await trainer.export_hf(folder / "trained")
             sampled = await _assert_generates_what_it_trained(trainer, generator, version=2)
-            fresh = await launcher.generator(tmp_path / "trained", serving, name="fresh")
+            fresh = await launcher.generator(folder / "trained", serving, name="fresh")
             expected = await _greedy(fresh)
             assert [c.tokens for c in sampled] == [c.tokens for c in expected]
             assert [c.logprobs for c in sampled] == [c.logprobs for c in expected]

@@ -13,6 +13,7 @@ import torch
 from generator.config import GeneratorConfig, LoRALimits
 from generator.options import check_hardware, cpu_block_size, engine_options, generator_env
 from rl.tiny_models import tiny_llama, tiny_qwen3_moe
+from tests.architectures import MODELS
 from tests.generator.served_models import served_llama
 from tests.waiting import LIMIT_S
 
@@ -201,3 +202,10 @@ def test_functions_of_vllm_are_not_compiled_on_the_cpu(tmp_path: Path) -> None:
         [sys.executable, "-c", MARKED], env=env, capture_output=True, text=True, check=True, timeout=LIMIT_S
     )
     assert done.stdout.splitlines()[-1] == "[1, 0] {}"
+
+
+def test_generators_of_several_ranks_are_refused_if_not_proven(tmp_path: Path) -> None:
+    model = MODELS["olmo3"][1](tmp_path / "model")
+    GeneratorConfig(model=model, max_model_len=64).check_model()
+    with pytest.raises(ValueError, match="tensor_parallel is 2; for Olmo3ForCausalLM it is proven up to 1"):
+        GeneratorConfig(model=model, max_model_len=64, tensor_parallel=2).check_model()

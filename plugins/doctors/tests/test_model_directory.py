@@ -20,9 +20,10 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from ownloop_doctors.model_directory import dequantize, fp8, write_text_only
 from ownloop_vision.tiny_vl import tiny_gemma3, tiny_qwen3_vl
+from plugins.families.tests.families import MODELS
 from rl.system.hf_config import inspect_model
 from rl.system.model_files import weight_files
-from tests.architectures import MODELS
+from rl.tiny_models import tiny_llama
 from tests.controller.commands.test_run import refused
 from tests.rl.recordings import disk_of
 
@@ -115,10 +116,10 @@ def test_tiles_at_the_edges_may_be_smaller() -> None:
 
 
 def test_what_cannot_be_dequantised_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    plain = MODELS["llama"][1](tmp_path / "plain")
+    plain = tiny_llama(tmp_path / "plain")
     told = refused(capfd, "model", str(plain), "--dequantize", str(tmp_path / "new"))
     assert "has no quantization_config in config.json; its weights can be trained as they are" in told
-    other = _quantised(MODELS["llama"][1](tmp_path / "other"), {"quant_method": "awq"}, lambda name, tensor: {})
+    other = _quantised(tiny_llama(tmp_path / "other"), {"quant_method": "awq"}, lambda name, tensor: {})
     told = refused(capfd, "model", str(other), "--dequantize", str(tmp_path / "new"))
     assert "quantization_config has quant_method 'awq'; read are 'mxfp4', and 'fp8' with weight_block_size" in told
     quantised = _quantised(MODELS["gpt_oss"][1](tmp_path / "quantised"), MXFP4, _to_mxfp4)
@@ -152,7 +153,7 @@ def test_the_language_model_computes_what_it_did_as_a_part(publish: Callable[[Pa
 
 
 def test_what_has_no_language_model_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    plain, new = MODELS["llama"][1](tmp_path / "plain"), str(tmp_path / "new")
+    plain, new = tiny_llama(tmp_path / "plain"), str(tmp_path / "new")
     told = refused(capfd, "model", str(plain), "--text-only", new)
     assert "has model_type None in the text_config of config.json; it must be one that transformers has" in told
     told = refused(capfd, "model", str(tiny_qwen3_vl(tmp_path / "vl", ["a"])), "--text-only", new)

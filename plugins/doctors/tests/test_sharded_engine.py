@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ownloop_doctors.several_ranks import LAYOUT_CHECKS, LayoutResults, run_layout
+from plugins.doctors.tests.ranks import script
 from rl.lora import LoRAConfig
 from rl.tiny_models import tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 from tests.trainer.adapters import load_engine_or_adapter
 from tests.trainer.engine_params import INSTALLED
-from tests.trainer.ranks import script
 from trainer.config import TrainerConfig
 from trainer.engine_table import find_engine
 from trainer.engines.contract.plain_ranks import spawn

@@ -15,25 +15,17 @@ from tokenizers.models import BPE
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
-    SeedOssConfig,
-    SeedOssForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
 )
 
 from rl.tiny_models import SERVABLE, TINY_SHAPE, VOCAB_SIZE, save_tiny
@@ -75,12 +67,6 @@ def _random(model_class: Any) -> Callable[[Any], Any]:
     return build
 
 
-def _gemma2(path: Path) -> Path:
-    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-    options: dict[str, Any] = {**SHAPE, **caps, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}
-    return save_tiny(Gemma2ForCausalLM, Gemma2Config(tie_word_embeddings=True, **options), path)
-
-
 def _gemma4(path: Path) -> Path:
     options: dict[str, Any] = {
         **SHAPE,
@@ -93,24 +79,6 @@ def _gemma4(path: Path) -> Path:
         "num_kv_shared_layers": 0,
     }
     return save_tiny(_random(Gemma4ForCausalLM), Gemma4TextConfig(tie_word_embeddings=True, **options), path)
-
-
-def _olmo3(path: Path) -> Path:
-    layers = ["sliding_attention", "full_attention"]
-    shape = {key: value for key, value in SHAPE.items() if key != "head_dim"}
-    config = Olmo3Config(tie_word_embeddings=False, sliding_window=WINDOW, layer_types=layers, **shape)
-    return save_tiny(Olmo3ForCausalLM, config, path)
-
-
-def _smollm3(path: Path) -> Path:
-    # The second layer has no rotary embeddings.
-    config = SmolLM3Config(tie_word_embeddings=True, no_rope_layers=[1, 0], **SHAPE)
-    return save_tiny(SmolLM3ForCausalLM, config, path)
-
-
-def _seed_oss(path: Path) -> Path:
-    biases: dict[str, Any] = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}
-    return save_tiny(SeedOssForCausalLM, SeedOssConfig(tie_word_embeddings=False, **SHAPE, **biases), path)
 
 
 def _glm4_moe(path: Path) -> Path:
@@ -172,15 +140,11 @@ def _deepseek_v3(path: Path) -> Path:
 
 
 TINY_FAMILIES: Mapping[str, Callable[[Path], Path]] = {
-    "gemma2": _gemma2,
     "gemma4": _gemma4,
     "glm4_moe": _glm4_moe,
     "deepseek_v3": _deepseek_v3,
     "qwen3_5": _qwen3_5,
     "qwen3_5_moe": _qwen3_5_moe,
     "gpt_oss": _gpt_oss,
-    "olmo3": _olmo3,
-    "seed_oss": _seed_oss,
-    "smollm3": _smollm3,
 }
 """Name -> a function that writes a float32 checkpoint to a directory and returns that."""

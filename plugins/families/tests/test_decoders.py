@@ -9,9 +9,9 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ownloop_families.decoders import deepseek_v3, gpt_oss, qwen3_5, read_yarn
+from plugins.families.tests.families import MODELS
 from rl.system.hf_config import read_config
 from rl.tiny_models import random_batch
-from tests.architectures import MODELS
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.contract.reference import ReferencePolicy

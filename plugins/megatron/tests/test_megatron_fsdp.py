@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ownloop_doctors.one_rank import MICROBATCHES, MODEL_CHECKS, STATE_CHECKS, Check, Subject
 from ownloop_doctors.several_ranks import LAYOUT_CHECKS, LayoutResults, layout_script, run_layout
+from plugins.doctors.tests.ranks import script
+from plugins.megatron.tests.cpu_streams import build_on_cpu, install
 from rl.losses import get_loss
 from rl.tiny_models import critic_batch, tiny_critic, tiny_llama, tiny_mistral, tiny_qwen3
 from rl.types import AdamParams
-from tests.trainer.cpu_streams import build_on_cpu, install
-from tests.trainer.ranks import script
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine

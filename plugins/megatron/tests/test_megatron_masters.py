@@ -1,5 +1,6 @@
 """Float32 parameters as slices of a model's fused ones: what is shared, what is copied, where gradients go."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ pytest.importorskip("megatron.core")
 
 from ownloop_megatron.mcore.masters import MasterSlices
 from ownloop_megatron.mcore.names import Piece
+from tests.trainer.engines.test_moments_dtype import check_resumes_from_float32
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
 PIECES = [Piece("q", 4, 0, 2), Piece("k", 4, 2, 3), Piece("v", 4, 3, 4)]
@@ -67,3 +69,7 @@ def test_memory_is_still_shared_after_a_move() -> None:
     with torch.no_grad():
         before["q"].fill_(7.0)
     assert (source[:4] == 7).all()
+
+
+def test_gpu_logic_a_run_with_narrow_moments_resumes_from_float32_too(tmp_path: Path) -> None:
+    check_resumes_from_float32("megatron", tmp_path)

@@ -21,6 +21,7 @@ from plugins.plan.tests.planned_models import QWEN3, size_of, write_qwen3, write
 from rl.data.packing import ModelFlops, pack_row
 from rl.lora import LoRAConfig
 from rl.tiny_models import random_batch, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from tests.architectures import MODELS
 from trainer.config import TrainerConfig
 
 H100 = GPUS["h100"]
@@ -190,7 +191,7 @@ def test_the_command_says_if_it_fits_and_refuses_as_engines_do(
     assert "--gpu is 'v100'" in capsys.readouterr().err
     assert run_command(["plan", "sft_qwen3_gpu", "--model-directory", folder]) == 2
     assert "plan is for loops that sample and train" in capsys.readouterr().err
-    other = ["plan", "grpo_qwen3_gpu", "--model-directory", str(TINY_FAMILIES["gemma2"](tmp_path / "gemma2"))]
+    other = ["plan", "grpo_qwen3_gpu", "--model-directory", str(MODELS["gemma2"][1](tmp_path / "gemma2"))]
     assert run_command([*other, "--trainer.engine", "fsdp2", "--trainer.activation-checkpointing", "full"]) == 2
     assert "plan knows the models that torchtitan trains, and not this one: config.json" in capsys.readouterr().err
     metrics = tmp_path / "metrics.jsonl"

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from ownloop_shelf.published_losses import LOSSES
 from rl.losses import LossInputs, get_loss
 from rl.types import REPORTED_WEIGHT, Datum
+from tests.controller.handles.test_trainer_handle import assert_invalid_batches_are_refused
 from tests.rl.losses.cases import Array, one_datum, random_case, slopes
 
 
@@ -322,3 +324,7 @@ def test_a_batch_without_what_the_selection_needs_is_refused() -> None:
     bare = replace(datum, loss_inputs={"target_tokens": datum.tokens})
     with pytest.raises(ValueError, match="loss 'kl_cov' needs the input 'logprobs'"):
         get_loss("kl_cov").prepared([bare])
+
+
+def test_a_loss_that_reads_the_whole_batch_gets_no_invalid_one(tmp_path: Path) -> None:
+    assert_invalid_batches_are_refused("kl_cov", tmp_path)

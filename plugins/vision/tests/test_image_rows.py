@@ -28,6 +28,7 @@ from rl.rollouts.rendering import Renderer
 from rl.system.model_files import stored_shapes
 from rl.tiny_models import tiny_llama
 from rl.types import AdamParams, Datum
+from tests.docs.pages import ROOT, table_of_architectures
 from tests.trainer.adapters import randomize
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
@@ -269,3 +270,9 @@ def test_two_ranks_compute_what_one_does(model: Path, tmp_path: Path, lora: LoRA
     expected = dict(one.hf_parameters())
     assert weights.keys() == expected.keys()
     assert max(relative_error(weights[key], expected[key]) for key in expected if key not in UNSEEN) < 1e-4
+
+
+def test_every_architecture_is_in_the_documented_table() -> None:
+    engines = table_of_architectures(ROOT / "plugins" / "vision" / "README.md")
+    assert engines.keys() == WITH_IMAGES.keys()
+    assert {cell.strip() for cell in engines.values()} == {"fsdp2"}

@@ -13,7 +13,7 @@ import pytest
 
 from controller.handles.trainer_mesh import TrainerMesh
 from rl.losses import get_loss
-from rl.tiny_models import tiny_llama, tiny_qwen3_moe
+from rl.tiny_models import tiny_llama
 from rl.types import AdamParams, Datum, ForwardBackwardOutput
 from tests.controller.handles.fake_ranks import FakeMesh, handle_of, make, random_batch
 from trainer.config import TrainerConfig
@@ -48,23 +48,12 @@ def test_tensor_parallel_ranks_have_one_batch_and_count_once(tmp_path: Path) -> 
     assert output.metrics["loss"] == sum(LENGTHS)
 
 
-def test_only_the_policy_replays_experts(tmp_path: Path) -> None:
-    model = tiny_qwen3_moe(tmp_path / "model")
-    batch = routed(random_batch(LENGTHS), (2, 2, 4))
-    for options, replays in (({}, True), ({"frozen": True}, False), ({"head": "value"}, False)):
-        config = TrainerConfig(model=model, **options)  # pyright: ignore[reportArgumentType]
-        mesh = FakeMesh(1)
-        asyncio.run(handle_of(mesh, config).forward(batch))
-        sent = [datum.routes is not None for microbatch in mesh.ranks[0].microbatches[0] for datum in microbatch]
-        assert sent == [replays] * len(batch)
-    other = handle_of(FakeMesh(1), TrainerConfig(model=model, engine="fsdp2"))
-    with pytest.raises(ValueError, match="'fsdp2' replays no routes; use one of the engines torchtitan, megatron"):
-        asyncio.run(other.forward(batch))
-    with pytest.raises(ValueError, match=r"TrainerConfig.compile is True, which replays no routes"):
-        TrainerConfig(compile=True).check_routes()
+def test_routes_of_a_model_without_experts_are_refused(tmp_path: Path) -> None:
     dense, _ = make(tmp_path / "dense")
     with pytest.raises(ValueError, match=r"batch\[0\]\.routes is given, and the layers of this trainer's model have"):
-        asyncio.run(dense.forward(batch))
+        asyncio.run(dense.forward(routed(random_batch(LENGTHS), (2, 2, 4))))
+    with pytest.raises(ValueError, match=r"TrainerConfig.compile is True, which replays no routes"):
+        TrainerConfig(compile=True).check_routes()
 
 
 def test_pipeline_stages_get_the_same_local_batch_and_count_once(tmp_path: Path) -> None:
@@ -155,8 +144,9 @@ def test_a_call_that_is_cancelled_or_refused_is_not_sent(tmp_path: Path) -> None
     assert mesh.ranks[0].calls == ["forward"]
 
 
-def test_an_invalid_batch_is_refused_before_any_rank_is_called(tmp_path: Path) -> None:
-    handle, mesh = make(tmp_path, data_parallel_shard=2)
+def assert_invalid_batches_are_refused(loss: str, folder: Path) -> None:
+    """Before any rank is called."""
+    handle, mesh = make(folder, data_parallel_shard=2)
     batch = random_batch((3, 2))
     shorter = Datum(tokens=batch[1].tokens, loss_inputs=batch[0].loss_inputs)
     without = Datum(tokens=batch[1].tokens, loss_inputs={"target_tokens": batch[1].tokens})
@@ -177,9 +167,17 @@ def test_an_invalid_batch_is_refused_before_any_rank_is_called(tmp_path: Path) -
         (batch[0], "batch is a Datum; it must be a sequence of Datums"),
         ([batch[0], None], r"batch\[1\] is a NoneType"),
     ):
-        for loss in ("ppo", "kl_cov"):  # kl_cov reads the whole batch first
-            with pytest.raises(ValueError, match=message):
-                asyncio.run(handle.forward_backward(cast("Any", data), loss))
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(handle.forward_backward(cast("Any", data), loss))
+    assert mesh.num_calls == 0
+
+
+def test_an_invalid_batch_is_refused_before_any_rank_is_called(tmp_path: Path) -> None:
+    assert_invalid_batches_are_refused("ppo", tmp_path)
+
+
+def test_invalid_parameters_are_refused_before_any_rank_is_called(tmp_path: Path) -> None:
+    handle, mesh = make(tmp_path, data_parallel_shard=2)
     for params, scale, message in (
         (None, 1.0, "optim_step was given None; it takes AdamParams"),
         (AdamParams(learning_rate=1.0), "1", "grad_scale is '1'; it must be a number"),

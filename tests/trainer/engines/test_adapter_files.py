@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rl.lora import LoRAConfig
 from rl.losses import get_loss
-from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
 from rl.types import AdamParams
 from tests.trainer.adapters import randomize
 from trainer.config import TrainerConfig
@@ -28,7 +28,6 @@ CONFIG = LoRAConfig(rank=4, alpha=6.0)
 MODELS: dict[str, Callable[[Path], Path]] = {
     "llama_tied": tiny_llama,
     "qwen3_untied": lambda path: tiny_qwen3(path, tied=False),
-    "qwen3_moe": tiny_qwen3_moe,
 }
 
 
@@ -41,6 +40,13 @@ def step(engine: Engine) -> None:
     engine.optim_step(AdamParams(learning_rate=1e-2), 0.01)
 
 
+def trained_adapter(model: Path, engine: str) -> tuple[Path, Engine]:
+    """A model and an adapter over it after a step."""
+    adapter = randomize(base(model, engine).adapter("a", CONFIG))
+    step(adapter)
+    return model, adapter
+
+
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     return tiny_llama(tmp_path / "model")
@@ -50,10 +56,7 @@ def llama(tmp_path: Path) -> Path:
 def trained(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Engine]:
     """A model and an adapter over it."""
     engine, name = request.param
-    model = MODELS[name](tmp_path / "model")
-    adapter = randomize(base(model, engine).adapter("a", CONFIG))
-    step(adapter)
-    return model, adapter
+    return trained_adapter(MODELS[name](tmp_path / "model"), engine)
 
 
 def assert_scores_equal(reference: ReferencePolicy, engine: Engine) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl.lora import LoRAConfig
 from rl.losses import LossInputs, get_loss
-from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3
 from rl.types import AdamParams
 from tests.trainer.adapters import randomize
 from trainer.config import TrainerConfig
@@ -203,15 +203,6 @@ def test_adapters_leave_each_other_and_the_model_alone(llama: Path, engine: str)
     expected = tensors(alone)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(one).items())
     assert all(torch.equal(tensor, model_before[name]) for name, tensor in tensors(frozen).items())
-
-
-def test_experts_are_not_adapted(tmp_path: Path) -> None:
-    frozen = base(tiny_qwen3_moe(tmp_path / "model"))
-    adapter = frozen.adapter("a", LoRAConfig(rank=4))
-    assert {name.split(".")[-3] for name in tensors(adapter)} == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}
-    step(adapter)
-    with pytest.raises(ValueError, match="experts are not adapted, so train_attn or train_unembed must be True"):
-        frozen.adapter("b", LoRAConfig(train_attn=False, train_unembed=False))
 
 
 def test_projections_that_a_model_lacks_are_named() -> None:

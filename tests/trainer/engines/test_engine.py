@@ -10,7 +10,7 @@ import torch
 
 from rl.data.batching import plan_batch
 from rl.losses import LossInputs, get_loss
-from rl.tiny_models import VOCAB_SIZE, random_batch, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from rl.tiny_models import VOCAB_SIZE, random_batch, tiny_llama, tiny_qwen2, tiny_qwen3
 from rl.types import REPORTED_WEIGHT, AdamParams, Datum
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
@@ -37,7 +37,6 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "qwen2_untied": lambda path: tiny_qwen2(path, tied=False),
     "qwen3_tied": lambda path: tiny_qwen3(path, tied=True),
     "qwen3_untied": lambda path: tiny_qwen3(path, tied=False),
-    "qwen3_moe": tiny_qwen3_moe,
 }
 
 

@@ -1,5 +1,6 @@
 """Muon's step: against NumPy and torch's own, in every layout, with AdamW for the rest, resumed, and refused."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from rl.losses import get_loss
-from rl.tiny_models import random_batch, tiny_llama, tiny_qwen3_moe
+from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams, MuonParams
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
@@ -116,38 +117,37 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline_parallel": 2, "pipeline_schedule": "1F1B"},
     "fsdp2": {"data_parallel_shard": 2, "engine": "fsdp2"},
 }
-EXPERTS: dict[str, dict[str, Any]] = {"experts": {"data_parallel_shard": 2, "expert_parallel": 2}}
 
 
-def _layouts(rank: int, llama: Path, moe: Path, directory: Path) -> None:
-    for model, layouts in ((llama, LAYOUTS), (moe, EXPERTS)):
-        for name, layout in layouts.items():
-            config = _config(model, **layout)
-            engine = load_engine(config)
-            for _ in range(2):
-                _step(engine, config, PARAMS, rank)
-            parameters = whole(engine)
-            if rank == 0:
-                torch.save(parameters, directory / name)
+def _layouts(rank: int, model: Path, layouts: Mapping[str, dict[str, Any]], directory: Path) -> None:
+    for name, layout in layouts.items():
+        config = _config(model, **layout)
+        engine = load_engine(config)
+        for _ in range(2):
+            _step(engine, config, PARAMS, rank)
+        parameters = whole(engine)
+        if rank == 0:
+            torch.save(parameters, directory / name)
+
+
+def assert_layouts_take_the_steps_of_one_rank(model: Path, layouts: Mapping[str, dict[str, Any]], folder: Path) -> None:
+    """Two steps of Muon by two ranks."""
+    spawn(2, _layouts, model, layouts, folder)
+    config = _config(model)
+    engine = load_engine(config)
+    before = {name: tensor.clone() for name, tensor in whole(engine).items()}
+    for _ in range(2):
+        _step(engine, config, PARAMS)
+    expected = whole(engine)
+    for layout in layouts:
+        found = torch.load(folder / layout)
+        moved = {name: (tensor - before[name], expected[name] - before[name]) for name, tensor in found.items()}
+        assert {name: error for name, pair in moved.items() if (error := relative_error(*pair)) > 1e-4} == {}, layout
 
 
 @pytest.mark.ranks
 def test_every_layout_takes_the_steps_of_one_rank(tmp_path: Path) -> None:
-    llama, moe = tiny_llama(tmp_path / "llama", tied=False), tiny_qwen3_moe(tmp_path / "moe")
-    spawn(2, _layouts, llama, moe, tmp_path)
-    for model, layouts in ((llama, LAYOUTS), (moe, EXPERTS)):
-        config = _config(model)
-        engine = load_engine(config)
-        before = {name: tensor.clone() for name, tensor in whole(engine).items()}
-        for _ in range(2):
-            _step(engine, config, PARAMS)
-        expected = whole(engine)
-        for layout in layouts:
-            found = torch.load(tmp_path / layout)
-            moved = {name: (tensor - before[name], expected[name] - before[name]) for name, tensor in found.items()}
-            assert {name: error for name, pair in moved.items() if (error := relative_error(*pair)) > 1e-4} == {}, (
-                layout
-            )
+    assert_layouts_take_the_steps_of_one_rank(tiny_llama(tmp_path / "model", tied=False), LAYOUTS, tmp_path)
 
 
 def test_a_run_changes_between_optimizers_and_resumes_exactly(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cli_runs import metric_rows, ownloop
+from tests.e2e.cli_runs import ROOT, metric_rows, ownloop
+from tests.e2e.test_sharded_trainers import assert_trains_as_one_rank_and_is_sampled
+from tests.generator.served_models import served_qwen3
 
 pytestmark = pytest.mark.e2e
-RECIPE = str(Path(__file__).with_name("tiny_recipe.py"))
+RECIPE = str(ROOT / "tests" / "e2e" / "tiny_recipe.py")
 
 
 @pytest.mark.slow
@@ -25,3 +27,11 @@ def test_five_steps_with_megatron_are_those_with_torchtitan(tmp_path: Path) -> N
         assert row.keys() >= compared
         for name in compared:
             assert row[name] == pytest.approx(of_titan[name], rel=1e-3, abs=1e-3), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", ["pipeline_parallel", "data_parallel_shard", "context_parallel"])
+def test_ranks_train_as_one_does(degree: str, tmp_path: Path) -> None:
+    degrees = {"engine": "megatron", degree: 2, "tensor_parallel": 2}
+    model = served_qwen3(tmp_path / "model", tied=False)
+    assert_trains_as_one_rank_and_is_sampled(model, degrees, tmp_path)
