@@ -3,16 +3,17 @@
 import importlib.util
 import re
 import shlex
+import tomllib
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
 
-from controller.commands.command_line import HELP, parse_command
-from controller.commands.recipes import configuration
+from controller.commands.command_line import COMMANDS, HELP, parse_command
+from controller.commands.recipes import configuration, recipe_files
 from controller.commands.run import Run
 from controller.commands.show import Show
-from ownloop_doctors.sweep import Sweep, combinations_of
-from ownloop_server.commands import Serve
-from ownloop_server.commands import configuration as served
-from tests.docs.pages import ROOT
+from tests.docs.pages import PLUGINS, ROOT
 
 _OTHER_PROGRAMS = {"kubectl", "sbatch", "git", "cd", "cp", "tail", "mkdir", "pre-commit", "source"} | {
     *("pip", "uv", "python3.11", "docker"),
@@ -59,19 +60,36 @@ def _check_make(arguments: Sequence[str]) -> None:
 
 
 def _check_ownloop(arguments: Sequence[str]) -> None:
+    if needs_more(arguments):
+        return
     command = parse_command([word for word in arguments if word not in HELP])
+    module: Any = importlib.import_module(type(command).__module__)
     if isinstance(command, Show) and command.recipe.startswith(_RUNS):
         assert not command.fields, f"unexpected {command.fields}"
-    elif isinstance(command, Sweep):
-        for combination in combinations_of(command.fields).values():
+    elif arguments[0] == "sweep" and not HELP & {*arguments}:
+        for combination in module.combinations_of(command.fields).values():
             configuration(command.recipe, combination, "sweep")
-    elif isinstance(command, Serve):
-        served(command.fields)
+    elif arguments[0] == "serve":
+        module.configuration(command.fields)
     elif recipe := getattr(command, "recipe", None):
         configuration(recipe, command.fields, arguments[0])
     else:  # a resumed run has its recipe in its folder
         continues = isinstance(command, Run) and (command.resume or command.fork)
         assert continues or not getattr(command, "fields", ()), f"unexpected {command.fields}"
+
+
+def needs_more(arguments: Sequence[str]) -> bool:
+    """Whether a command of `ownloop` is of a plug-in that is not installed here, or names such a plug-in's recipe."""
+    commands = {name for plugin in PLUGINS for name in _entry_points(plugin, "commands")} - {*COMMANDS}
+    recipes = {file.stem for plugin in PLUGINS for file in plugin.glob("configs/*.py")}
+    installed = {each.name for each in entry_points(group="ownloop.commands")}
+    return arguments[0] in commands - installed or bool({*arguments} & (recipes - {*recipe_files()}))
+
+
+def _entry_points(plugin: Path, group: str) -> dict[str, str]:
+    """Those that a plug-in's pyproject.toml declares."""
+    project = tomllib.loads((plugin / "pyproject.toml").read_text())["project"]
+    return project.get("entry-points", {}).get(f"ownloop.{group}", {})
 
 
 def _check_python(arguments: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ trainer pushed. Only the processes, the transport and vLLM are missing, so that 
 """
 
 import asyncio
+import importlib.util
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -175,7 +176,8 @@ def launch_in_process(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(Launcher, "trainer", trainer)
     monkeypatch.setattr(Launcher, "reference", reference)
     monkeypatch.setattr(Launcher, "generator", generator)
-    monkeypatch.setattr("ownloop_report.plot.plot_curve", lambda *_, **__: None)
+    if importlib.util.find_spec("ownloop_report"):
+        monkeypatch.setattr("ownloop_report.plot.plot_curve", lambda *_, **__: None)
 
 
 async def _made(made: Any) -> Any:

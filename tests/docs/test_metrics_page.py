@@ -4,25 +4,22 @@ import ast
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import LOOPS, run_loop
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, names_in_tables
+
+PAGE = ROOT / "docs" / "metrics.md"
 
 
-def _names_on_page() -> set[str]:
-    """Everything in code type in the first cell of a table's row."""
-    rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
-    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-
-
-def _environment_names() -> set[str]:
-    """The keys of `Done(metrics={...})` in rl/envs."""
+def metrics_of_environments(folder: Path) -> set[str]:
+    """The keys of `Done(metrics={...})` in a folder's files."""
     calls = (
         node
-        for file in (ROOT / "rl" / "envs").glob("*.py")
+        for file in folder.glob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Done"
     )
@@ -31,21 +28,16 @@ def _environment_names() -> set[str]:
     return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The names in metrics.jsonl of a run of every loop, interval ends left out."""
-    folder = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        launch_in_process(monkeypatch, folder / "cache")
-        for loop in LOOPS:
-            run_loop(loop, folder / loop)
-    names = {
-        name
-        for loop in LOOPS
-        for line in (folder / loop / "metrics.jsonl").read_text().splitlines()
-        for name in json.loads(line)
-    }
+def names_written(loop: str, run: Path, **changes: Any) -> set[str]:
+    """The names in metrics.jsonl of a run, interval ends left out. Call `launch_in_process` first."""
+    run_loop(loop, run, **changes)
+    names = {name for line in (run / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
     return {name for name in names if not re.fullmatch(r"eval_.*_(low|high)", name)}
+
+
+def is_explained(name: str) -> bool:
+    """Whether docs/metrics.md has a row for it."""
+    return any(_fits(name, pattern) for pattern in names_in_tables(PAGE))
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -53,20 +45,27 @@ def _fits(name: str, pattern: str) -> bool:
     return re.fullmatch(re.sub(r"<\w+>", r"\\w+", pattern), name) is not None
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The names that a run of every loop writes."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        launch_in_process(monkeypatch, folder / "cache")
+        return {name for loop in LOOPS for name in names_written(loop, folder / loop)}
+
+
 @pytest.mark.slow  # runs every loop
 def test_every_metric_that_a_run_writes_is_explained(written: set[str]) -> None:
-    page = _names_on_page()
-    assert [name for name in sorted(written) if not any(_fits(name, pattern) for pattern in page)] == []
+    assert [name for name in sorted(written) if not is_explained(name)] == []
 
 
 @pytest.mark.slow
 def test_every_metric_that_is_explained_exists(written: set[str]) -> None:
-    known = written | _environment_names()
-    assert [pattern for pattern in sorted(_names_on_page()) if not any(_fits(name, pattern) for name in known)] == []
+    assert [p for p in sorted(names_in_tables(PAGE)) if not any(_fits(name, p) for name in written)] == []
 
 
 def test_every_environment_s_metric_is_explained() -> None:
-    assert _environment_names() <= _names_on_page()
+    assert metrics_of_environments(ROOT / "rl" / "envs") <= names_in_tables(PAGE)
 
 
 def test_loops_are_all_run() -> None:

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from controller.runs.folder import read_metrics
+from rl.losses import LossInputs
 from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import run_loop
 
@@ -15,6 +17,11 @@ pytestmark = pytest.mark.seconds
 CHANGES: dict[str, Any] = {"kl_target": 1e9, "warmup_steps": 3, "num_steps": 3, "evaluate_every": 3}
 
 
+def explode(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> object:
+    """A loss whose gradient is not finite."""
+    return logprobs.sum() * float("nan"), {}
+
+
 def _rates(run: Path) -> list[float]:
     return [row["learning_rate"] for row in read_metrics(run / "metrics.jsonl") if "learning_rate" in row]
 
@@ -22,7 +29,7 @@ def _rates(run: Path) -> list[float]:
 def test_a_skipped_step_leaves_the_rate_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_in_process(monkeypatch, tmp_path / "cache")
     changes: dict[str, Any] = {**CHANGES, "num_steps": 2, "learning_rate": 4e-3, "loss_config": {}}
-    run_loop("accumulate", tmp_path / "skipped", loss="ownloop_doctors.one_rank:explode", **changes)
+    run_loop("accumulate", tmp_path / "skipped", loss=f"{__name__}:explode", **changes)
     assert _rates(tmp_path / "skipped") == pytest.approx([1e-3, 1e-3])
     run_loop("accumulate", tmp_path / "whole", **changes)
     assert _rates(tmp_path / "whole") == pytest.approx([1e-3, 1.5e-3])

@@ -1,0 +1,34 @@
+"""The pages of this plug-in list every loss, advantage and metric that it has.
+
+`.venv/bin/python -m plugins.shelf.tests.test_pages` writes the lists of losses and advantages.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from ownloop_shelf.published_advantages import ADVANTAGES
+from ownloop_shelf.published_losses import LOSSES
+from tests.docs.in_process import launch_in_process
+from tests.docs.pages import ROOT, names_in_tables
+from tests.docs.test_losses_page import written
+from tests.docs.test_metrics_page import is_explained, names_written
+
+PAGE = ROOT / "plugins" / "shelf" / "docs" / "losses.md"
+
+
+def test_page_is_what_the_docstrings_say() -> None:
+    assert PAGE.read_text() == written(PAGE.read_text(), LOSSES.keys(), ADVANTAGES.keys(), pairs=False)
+
+
+@pytest.mark.slow  # runs a loop
+def test_metrics_of_distillation_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_in_process(monkeypatch, tmp_path / "cache")
+    names = names_written("distill", tmp_path / "distill", teacher="smollm2-135m-instruct")
+    ours = names_in_tables(ROOT / "plugins" / "shelf" / "README.md", "Metrics")
+    assert ours <= names
+    assert {name for name in names - ours if not is_explained(name)} == set()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(), LOSSES.keys(), ADVANTAGES.keys(), pairs=False))
