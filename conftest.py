@@ -38,6 +38,7 @@ _TOGETHER = {
         "plugins/families/tests/test_family_loops.py",
         "plugins/families/tests/test_family_pulls.py",
         "plugins/families/tests/test_generator_routes.py",
+        "plugins/hosts/tests/weights/test_network_pulls.py",
         "plugins/shelf/tests/test_distilled_runs.py",
         "plugins/tasks/tests/test_tool_calls.py",
         "plugins/tasks/tests/test_tool_loop.py",

@@ -26,7 +26,7 @@ from rl.system.hf_config import (
 )
 from rl.system.model_files import check_head, check_no_stray_weights
 from rl.types import HeadDtype, Placement, SamplingParams, WeightTransport
-from rl.weights.transport import TRANSPORT_CHOICES
+from rl.weights.transport import check_transport
 
 GeneratorDtype = Literal["bfloat16", "float16", "float32"]
 OnFailure = Literal["retry", "raise"]
@@ -138,10 +138,7 @@ class GeneratorConfig:
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         check_types(self)
-        if (transport := self.weight_transport) not in TRANSPORT_CHOICES:
-            raise ValueError(
-                f"GeneratorConfig.weight_transport is {transport!r}; it must be one of {TRANSPORT_CHOICES}"
-            )
+        check_transport("GeneratorConfig.weight_transport", self.weight_transport)
         counts = "tensor_parallel", "num_replicas", "max_model_len", "max_num_seqs", "num_threads"
         check_at_least(1, **{f"GeneratorConfig.{name}": getattr(self, name) for name in counts})
         check_gpus("GeneratorConfig", self.gpus, self.tensor_parallel * self.num_copies)

@@ -30,7 +30,7 @@ from generator.conversion import ServedPolicy, unknown_policy
 from generator.pull import Backup, WeightLoader
 from rl.lora import LoRAConfig, Policy, adapted_modules, tensor_name
 from rl.weights.ranks import raise_on_every_rank
-from rl.weights.transport import TRANSPORTS, Feed, WeightMemory, load_transport
+from rl.weights.transport import Feed, WeightMemory, load_transport, transports
 from rl.weights.versions import Store, VersionRecord, WeightsMismatchError
 
 _STAY = ("gpu_memory", "shared_memory")
@@ -45,7 +45,7 @@ class WeightUpdates:
         """`group` holds the ranks that share the model."""
         self._engine = engine
         self._group = group
-        self._receivers = {name: load_transport(name).receiver(group.broadcast_object) for name in TRANSPORTS}
+        self._receivers = {name: load_transport(name).receiver(group.broadcast_object) for name in transports()}
         model, settings = engine.model_executor.driver_worker.get_model(), engine.model_config
         # Where the files repeat the embedding matrix, vLLM loads the model as untied and ties it afterwards.
         tied: bool = settings.hf_config.tie_word_embeddings or settings.word_embeddings_untied_by_checkpoint

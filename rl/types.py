@@ -28,7 +28,7 @@ PullMode = Literal["drain", "inflight"]
 Placement = Literal["split", "colocated"]
 """Whether trainer and generator have GPUs of their own, or take turns on the same ones."""
 WeightTransport = str
-"""How pushed weights travel: a row of `rl.weights.transport.TRANSPORTS`, or "auto" for the first that can do it."""
+"""How pushed weights travel: a name in `rl.weights.transport.transports()`, or "auto" for the first that can do it."""
 PULL_MODES: tuple[PullMode, ...] = ("drain", "inflight")
 MAX_RUN_SEED = (1 << 21) - 1
 """The largest seed of a run. Seeds of its samples, which `rl.rollouts.episodes.step_seed` gives, are below 2^61."""

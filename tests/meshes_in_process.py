@@ -21,7 +21,7 @@ import torch
 import torchstore
 from monarch.actor import Actor
 
-from controller.handles.store import WeightReceivers, WeightStore
+from controller.handles.store import WeightStore
 from controller.processes.mesh import Mesh
 from generator.actor import VLLMGenerator
 from tests.stores import FakeStore
@@ -72,7 +72,11 @@ class InProcessStore:
     def __init__(self, name: str) -> None:
         """Its mesh has no processes that could die."""
         self.mesh = Mesh("store", None, None, (), ())
-        self.receivers = WeightReceivers(Path(), tuple, name)  # on no hosts
+        self.name = name
+        self.needed = [self.mesh]
+
+    async def complete(self) -> None:
+        """All is on this host."""
 
     async def stop(self) -> None:
         """Nothing runs."""

@@ -16,13 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from rl.checks import check_known
 from rl.lora import LoRAConfig
 from rl.system.hardware import host_identity
 from rl.types import WeightTransport
 from rl.weights.ranks import CANNOT_PUBLISH, all_gather, on_rank_0, own_rank, raise_on_every_rank
-from rl.weights.receiving_process import receiving_hosts
-from rl.weights.transport import TRANSPORT_CHOICES, TRANSPORTS, Sender, Shard, load_transport
+from rl.weights.transport import Sender, Shard, check_transport, load_transport, transports
 from rl.weights.versions import (
     Manifest,
     Store,
@@ -31,11 +29,11 @@ from rl.weights.versions import (
     WeightsError,
     build_manifest,
     manifest_checksum,
+    receivers_on_hosts,
     weight_dtype,
 )
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
-_OF_ADAPTERS = {"gpu_memory": "shared_memory", "nccl": "network"}
 # Projections that vLLM fuses into one, in its order.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -62,7 +60,7 @@ class WeightPublisher:
 
         `policy` and `lora` are the name and the configuration of an adapter, whose tensors go by PEFT's names.
 
-        An adapter, which is small, does not go by GPUs where `gpu_memory` or `nccl` was asked for.
+        An adapter, which is small, does not go by GPUs where a transport by GPUs was asked for.
 
         With `auto`, a transport that cannot carry the weights gives way to the next, with a warning; a transport that
         was asked for by name fails the first push instead. A push waits at most `reader_timeout_s` for generators that
@@ -70,9 +68,11 @@ class WeightPublisher:
         shared memory instead of samples; tensors in TorchStore are always checked in full. Raises ValueError for an
         unknown transport.
         """
-        check_known("weight transport", transport, TRANSPORT_CHOICES)
+        check_transport("weight transport", transport)
         self._dtype = dtype
-        self._choice = transport if policy is None else _OF_ADAPTERS.get(transport, transport)
+        if policy is not None and transport != "auto":
+            transport = load_transport(transport).without_gpus or transport
+        self._choice = transport
         self._policy = policy
         self._lora = lora
         self._store = store
@@ -179,12 +179,18 @@ class WeightPublisher:
         """The transports to try, on every rank the same."""
         if self._choice != "auto":
             return [self._choice]
-        other_hosts = await on_rank_0(self._has_other_hosts)
-        names = [name for name in TRANSPORTS if not (name == "gpu_memory" and self._policy is not None)]
-        return [name for name in names if load_transport(name).suits(other_hosts=other_hosts)]
+        several = await on_rank_0(self._has_other_hosts)
+        known = {name: load_transport(name) for name in transports()}
+        return [
+            name
+            for name, transport in known.items()
+            if transport.between_hosts in (several, None)
+            and not (transport.without_gpus and self._policy is not None)
+            and transport.suits()
+        ]
 
     async def _has_other_hosts(self) -> bool:
-        return bool(await receiving_hosts(await self._get_store()))
+        return bool(await receivers_on_hosts(await self._get_store()))
 
     async def _get_store(self) -> Store:
         if self._store is None:

@@ -161,14 +161,14 @@ class Eval(OfCheckpoint, TakesFields):
 
     async def _evaluation(self, config: Any, console: "Console", scratch: Path) -> "Evaluation":
         """Starts the recipe's generator on the model, and no trainer unless a checkpoint has to be exported first."""
-        from controller.hosts.host_groups import kept_allocations
+        from controller.launching.hosts import kept
         from controller.launching.launcher import Launcher
         from controller.runs.rollout_source import RolloutSource
         from rl.system.timeline import show_progress_with
 
         show_progress_with(console.progress)
         hosts = getattr(config, "hosts", None)
-        async with kept_allocations(console.phase):
+        async with kept(hosts, console.phase):
             # Hosts keep the copy that they get of a model, so they find it in its place the next time.
             model = await model_of(self, self.model, scratch, console.phase, keep=hosts is not None)
             run = run_of(self.model, self.runs)

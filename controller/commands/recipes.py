@@ -256,7 +256,7 @@ def _registry() -> "ConstructorRegistry":
         StructFieldSpec,
     )
 
-    from controller.hosts.host_groups import METAVAR, Hosts, parse_hosts
+    from controller.launching.hosts import METAVAR, Hosts, parse_hosts
 
     registry = ConstructorRegistry()
 

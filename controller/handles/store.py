@@ -1,192 +1,48 @@
-"""What a run starts for its weights: TorchStore, and a receiving process on every generator host.
+"""What a run starts for its weights: TorchStore, and on other hosts with generators what receives weights there.
 
 TorchStore is the directory of published weights, and their transport where memory is not shared. Every store has a name
 of its own, under which trainer and generator processes look it up through Monarch. So a process may have several stores
 at a time, and one that could not be ended leaves the next ones alone.
-
-What receiving processes do is in `rl/weights/receiving_process.py`. Trainers find them through their directory in the
-store, and call them directly; the controller starts them, replaces the ones that have died and keeps the directory.
 """
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Protocol
 
 import torchstore
-from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import Actor, ActorError, concurrent_endpoint, endpoint, get_or_spawn_controller
+from monarch.actor import endpoint, get_or_spawn_controller
 from torchstore.controller import Controller, StorageInfo
 from torchstore.transport.pipe import Request
 
 from controller.processes.errors import DeadlineError
 from controller.processes.mesh import Mesh
 from controller.processes.place import Place
-from rl.weights.links import LinkAddress
-from rl.weights.receiving_process import RECEIVERS_KEY, ReceivingHost, ReceivingProcess
-from rl.weights.versions import WeightsError
-
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 
 _VOLUME = "torchstore.storage_volume:StorageVolume"
 _START_S = 60.0
-_LOOK_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratorHost:
-    """A host that has generators."""
-
-    name: str
-    identity: str
-    """Its `host_identity()`."""
-    address: str
-    """At which trainer ranks and the other generator hosts reach it."""
-    place: Callable[[], Place | None]
-    """Where to start a process on it; None stands for the controller's host."""
-    is_lost: Callable[[], bool]
-
-
-class WeightReceiver(Actor):
-    """A `ReceivingProcess` in a process of its own."""
-
-    def __init__(self) -> None:
-        """Listens."""
-        self._process = ReceivingProcess()
-
-    @concurrent_endpoint
-    async def listens(self) -> tuple[int, float]:
-        """The port, and how long a link may carry nothing."""
-        return self._process.port, self._process.link_timeout_s
-
-    @concurrent_endpoint
-    async def execute(self, method: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """What a method of the process returns."""
-        return await asyncio.to_thread(method, self._process, *arguments)
-
-
-class ActorCall:
-    """Implements `rl.weights.receiving_process.Call` by a `WeightReceiver`. Travels through the store."""
-
-    def __init__(self, actor: Any) -> None:
-        """`actor` is the one rank."""
-        self._actor = actor
-
-    async def __call__(self, method: Callable[[ReceivingProcess, *Ts], T], *arguments: *Ts) -> T:
-        """See `Call`."""
-        try:
-            return await self._actor.execute.call_one(method, arguments)
-        except ActorError as error:
-            raise error.exception from None
-        except SupervisionError as error:
-            raise WeightsError("its receiving process has ended") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    mesh: Mesh
-    entry: ReceivingHost
-
-    def has_died(self) -> bool:
-        processes = self.mesh.calls.processes
-        processes.look(2 * _LOOK_S)
-        return self.mesh.calls.failure is not None or bool(processes.gone)
-
-
-class WeightReceivers:
-    """One receiving process on each generator host."""
-
-    def __init__(self, log_dir: Path, hosts: Callable[[], Sequence[GeneratorHost]], store_name: str) -> None:
-        """Their output goes to `<log_dir>/weights-<host>-0.log`. `hosts` returns the hosts of generators now.
-
-        Trainers find the processes in the TorchStore that is named `store_name`.
-        """
-        self._log_dir = log_dir
-        self._hosts = hosts
-        self._store_name = store_name
-        self._running: dict[str, _Running] = {}  # by the host's identity
-        self._one_at_a_time = asyncio.Lock()
-        self._looks: asyncio.Task[None] | None = None
-
-    @property
-    def are_complete(self) -> bool:
-        """Whether every host that is not lost has a process that runs, as far as is known here."""
-        wanted = {host.identity for host in self._hosts() if not host.is_lost()}
-        return wanted == {identity for identity, each in self._running.items() if not each.has_died()}
+class Receivers(Protocol):
+    """Processes that receive weights on the hosts of generators, where these are not the trainer's."""
 
     @property
     def lost(self) -> Sequence[Mesh]:
         """The processes on lost hosts if no host is left, so that a push would reach no generator."""
-        hosts = self._hosts()
-        return [each.mesh for each in self._running.values()] if hosts and all(h.is_lost() for h in hosts) else ()
+        ...
 
     async def start(self) -> None:
         """Starts a process on every host, and replaces each one that dies. Raises `MeshError`."""
-        await self.complete()
-        self._looks = asyncio.create_task(self._look())
+        ...
+
+    async def complete(self) -> None:
+        """Starts the processes that are missing, as on the hosts of a further generator. Raises `MeshError`."""
+        ...
 
     async def stop(self) -> None:
         """Ends the processes. May be called again."""
-        if self._looks is not None:
-            self._looks.cancel()
-            await asyncio.gather(self._looks, return_exceptions=True)
-        running, self._running = self._running, {}
-        await asyncio.gather(*(each.mesh.stop() for each in running.values()))
-
-    async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            try:
-                await self.complete()
-            except Exception as error:  # the host may be about to be lost; a push names the hosts that it did not reach
-                print(f"a receiving process could not be started: {error}", flush=True)
-
-    async def complete(self) -> None:
-        """Starts the processes that are missing or have died, drops the ones of lost hosts, and writes the directory.
-
-        Raises `MeshError` if one cannot be started.
-        """
-        async with self._one_at_a_time:
-            if not self.are_complete:
-                await self._replace()
-
-    async def _replace(self) -> None:
-        wanted = {host.identity: host for host in self._hosts() if not host.is_lost()}
-        if not wanted:
-            return  # `lost` says so
-        useless = [who for who, each in self._running.items() if who not in wanted or each.has_died()]
-        await asyncio.gather(*(self._running.pop(who).mesh.stop() for who in useless))
-        missing = [host for who, host in wanted.items() if who not in self._running]
-        started = await asyncio.gather(*map(self._started, missing), return_exceptions=True)
-        for host, outcome in zip(missing, started, strict=True):
-            if isinstance(outcome, _Running):
-                self._running[host.identity] = outcome
-        store = await torchstore.client(self._store_name)
-        await store.put(RECEIVERS_KEY, tuple(each.entry for each in self._running.values()))
-        for outcome in started:
-            if isinstance(outcome, BaseException):
-                raise outcome
-
-    async def _started(self, host: GeneratorHost) -> _Running:
-        name = f"weights-{host.name}"
-        env = {"OMP_NUM_THREADS": "1"}
-        mesh = await Mesh.spawn(name, WeightReceiver, num_ranks=1, env=env, log_dir=self._log_dir, hosts=host.place())
-        try:
-            port, link_timeout_s = await mesh.answer(mesh.rank(0).listens.call_one(), "start")
-        except BaseException:
-            await mesh.stop()
-            raise
-        entry = ReceivingHost(
-            name=host.name,
-            identity=host.identity,
-            links=LinkAddress(host.address, port, link_timeout_s),
-            process=f"{host.identity}/{mesh.pids[0]}",
-            call=ActorCall(mesh.actor(0)),
-        )
-        return _Running(mesh, entry)
+        ...
 
 
 class AsyncController(Controller):
@@ -232,12 +88,12 @@ def _method(of_endpoint: Any) -> Any:
 class WeightStore:
     """A running TorchStore with one storage volume in its own process."""
 
-    def __init__(self, name: str, mesh: Mesh, directory: Any, receivers: WeightReceivers, teardown_s: float) -> None:
+    def __init__(self, name: str, mesh: Mesh, directory: Any, receivers: Receivers | None, teardown_s: float) -> None:
         """Use `launch`."""
         self.name = name
         self.mesh = mesh
         self._directory = directory
-        self.receivers = receivers
+        self._receivers = receivers
         self._teardown_s = teardown_s
         self._is_down = False
 
@@ -248,13 +104,12 @@ class WeightStore:
         name: str | None = None,
         *,
         hosts: Place | None = None,
-        generator_hosts: Callable[[], Sequence[GeneratorHost]] = list,
+        receivers: Receivers | None = None,
         teardown_s: float = 5.0,
     ) -> "WeightStore":
-        """Starts the directory, the volume's process on `hosts` or else on this host, and receiving processes.
+        """Starts the directory, the volume's process on `hosts` or else on this host, and the receivers.
 
-        `name` must be new to this process; by default it is made up. `generator_hosts` returns the hosts that weights
-        have to be sent to now. `stop` waits `teardown_s` for the directory.
+        `name` must be new to this process; by default it is made up. `stop` waits `teardown_s` for the directory.
         """
         name = name or f"weights-{uuid.uuid4().hex}"
         env: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
@@ -274,17 +129,29 @@ class WeightStore:
         except BaseException:
             await mesh.stop()
             raise
-        store = cls(name, mesh, directory, WeightReceivers(log_dir, generator_hosts, name), teardown_s)
-        try:
-            await store.receivers.start()
-        except BaseException:
-            await store.stop()
-            raise
+        store = cls(name, mesh, directory, receivers, teardown_s)
+        if receivers is not None:
+            try:
+                await receivers.start()
+            except BaseException:
+                await store.stop()
+                raise
         return store
+
+    @property
+    def needed(self) -> Sequence[Mesh]:
+        """The meshes without which no version can be pushed."""
+        return [self.mesh, *(() if self._receivers is None else self._receivers.lost)]
+
+    async def complete(self) -> None:
+        """Has weights reach the hosts of every generator that was started by now. Raises `MeshError`."""
+        if self._receivers is not None:
+            await self._receivers.complete()
 
     async def stop(self) -> None:
         """Forgets every key and ends the processes. May be called again."""
-        await self.receivers.stop()
+        if self._receivers is not None:
+            await self._receivers.stop()
         torchstore.reset_client(self.name)
         if not self._is_down:
             self._is_down = True

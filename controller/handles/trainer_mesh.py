@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from controller.handles.colocated import SharedGPUs
-from controller.handles.run_files import RunFiles
 from controller.handles.version_records import VersionRecords
 from controller.processes.mesh import Mesh
-from controller.processes.place import Place, gpu_env
+from controller.processes.place import FilesHere, Place, RunFiles, gpu_env
 from rl.data.batching import BatchPlan, merge_metrics, plan_batch, validate_batch
 from rl.types import Datum, ForwardBackwardOutput, WeightTransport
 from trainer.config import TrainerConfig, trainer_env
@@ -49,7 +48,7 @@ class TrainerMesh:
     """Operations a second that one rank's device can do, as `trainer.matrix_rate` measured; 0 if it is not known."""
     max_lora_rank: int | None = None
     """The largest rank of an adapter that the generator serves, if it is known."""
-    files: RunFiles = field(default_factory=RunFiles)
+    files: RunFiles = field(default_factory=FilesHere)
     """Where ranks write checkpoints and models, and read them."""
     pushes_to: Callable[[], Sequence[Mesh]] = _no_meshes
     """The meshes without which no version can be pushed."""
@@ -107,7 +106,7 @@ class TrainerMesh:
             matrix_rate=rate,
             pushes=generator_dtype is not None,
             max_lora_rank=max_lora_rank,
-            files=RunFiles(mesh.place, config.num_ranks),
+            files=mesh.place.files(config.num_ranks),
             pushes_to=pushes_to,
             gpus=shared_gpus,
         )

@@ -1,24 +1,18 @@
 """Who runs where: gives the meshes of a `Launcher` their names, hosts and GPUs, before any process starts."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from controller.hosts.connections import own_address_towards
-from controller.hosts.host_groups import check_no_hosts_expected, prepare
-from controller.processes.place import GPUPool, gpus_here
+from controller.launching.hosts import Cluster, Hosts, check_no_hosts_expected
+from controller.processes.place import GPUPool, Place, gpus_here
 from generator.config import GeneratorConfig
-from rl.system.hardware import host_identity
 from rl.types import WeightTransport
+from rl.weights.transport import load_transport
 from trainer.config import TrainerConfig
 
-if TYPE_CHECKING:  # the imports would load Monarch
-    from controller.handles.store import GeneratorHost
-    from controller.hosts.cluster import Cluster
-    from controller.hosts.host_groups import Hosts
-    from controller.hosts.other_hosts import OtherHosts
-    from controller.hosts.remote_host import Host
+if TYPE_CHECKING:  # the import would load torch and Monarch
+    from controller.handles.store import Receivers
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +21,7 @@ class Assignment:
 
     gpus: tuple[str, ...] | None = None
     """GPUs of this host, one per rank. None: it computes on the CPU, or on `hosts`."""
-    hosts: "OtherHosts | None" = None
+    hosts: Place | None = None
     """Other hosts, with their GPUs."""
 
     async def check_model_directory(self, model: Path) -> None:
@@ -48,11 +42,9 @@ class Assignment:
 class _Shared:
     """What launchers share that run side by side."""
 
-    cluster: "Cluster | None" = None
+    cluster: Cluster | None = None
     gpus: GPUPool | None = None
     """The GPUs of this host."""
-    generators: set[str] = field(default_factory=set[str])
-    """The names of the generators."""
 
 
 class Assignments:
@@ -63,33 +55,24 @@ class Assignments:
         self._names: set[str] = set()
         self._hosts: _Shared = _Shared() if beside is None else beside._hosts
 
-    @property
-    def cluster(self) -> "Cluster | None":
-        """The other hosts, if there are any."""
-        return self._hosts.cluster
-
-    async def connect(self, hosts: "Hosts | None") -> None:
+    async def connect(self, hosts: Hosts | None) -> None:
         """Has roles run on other hosts from now on. None leaves them where they are.
 
         Raises ValueError for hosts that cannot be used, and for None in a run whose configuration has hosts.
         """
-        if hosts is None:
-            if self.cluster is None:
-                check_no_hosts_expected()
-            return
-        prepare(hosts)  # before Monarch is imported
-        from controller.hosts.cluster import Cluster
+        if hosts is not None:
+            self.use(await hosts.connect())
+        elif self._hosts.cluster is None:
+            check_no_hosts_expected()
 
-        self.use(await Cluster.connect(hosts))
-
-    def use(self, cluster: "Cluster") -> None:
+    def use(self, cluster: Cluster) -> None:
         """Has roles run on the hosts of a cluster from now on."""
         self._hosts.cluster = cluster
 
     async def disconnect(self) -> None:
         """Gives the other hosts up. Returns within seconds."""
-        if self.cluster is not None:
-            await self.cluster.stop()
+        if self._hosts.cluster is not None:
+            await self._hosts.cluster.stop()
 
     def give_back(self, *failed: str) -> None:
         """Frees this host's GPUs, once the meshes have ended; or the names and GPUs of meshes whose start `failed`."""
@@ -100,18 +83,14 @@ class Assignments:
 
     def has_gpu(self, name: str, *, is_trainer: bool) -> bool | None:
         """Whether the hosts of a mesh have GPUs; None if it runs on this one. Raises ValueError if only some have."""
-        hosts = None if self.cluster is None else self.cluster.group_of(name, is_trainer=is_trainer)
-        return None if hosts is None else _have_gpus(name, hosts)
+        cluster = self._hosts.cluster
+        return None if cluster is None else cluster.has_gpu(name, is_trainer=is_trainer)
 
     def trainer(self, name: str, config: TrainerConfig) -> Assignment:
         """A trainer's assignment. Raises ValueError if the name is taken, for too few GPUs and for too few hosts."""
         self._take_name(name)
-        hosts = None if self.cluster is None else self.cluster.group_of(name, is_trainer=True)
-        if hosts is not None:
-            assert self.cluster is not None
-            _refuse_turns(name, config)
-            _have_gpus(name, hosts)  # only to raise
-            return Assignment(hosts=self.cluster.place(name, hosts, config.num_ranks, config.gpus))
+        if self._hosts.cluster is not None and (place := self._hosts.cluster.trainer(name, config)) is not None:
+            return Assignment(hosts=place)
         return Assignment(self._here(name, config, config.num_ranks, 1))
 
     def generators(self, name: str, config: GeneratorConfig) -> list[Assignment]:
@@ -120,19 +99,9 @@ class Assignments:
         If there are more hosts than replicas, a replica runs on several. Raises as `trainer` does.
         """
         self._take_name(name)
-        self._hosts.generators.add(name)
+        if self._hosts.cluster is not None and (places := self._hosts.cluster.generators(name, config)) is not None:
+            return [Assignment(hosts=place) for place in places]
         num_ranks, num_copies = config.tensor_parallel, config.num_copies
-        hosts = None if self.cluster is None else self.cluster.group_of(name, is_trainer=False)
-        if hosts is not None:
-            _refuse_turns(name, config)
-            each, left_over = divmod(len(hosts), config.num_replicas)
-            if each > 0 and (left_over or num_ranks % each):
-                raise ValueError(
-                    f"{name!r} has {len(hosts)} hosts, num_replicas {config.num_replicas} and tensor_parallel "
-                    f"{num_ranks}; set num_replicas to {len(hosts)} or more, or spread each replica: num_replicas must "
-                    f"divide {len(hosts)}, and the number of a replica's hosts its tensor_parallel"
-                )
-            return [self._remote_generator(name, index, config) for index in range(num_copies)]
         own = self._here(name, config, num_ranks * num_copies, num_copies)
         return [
             Assignment(None if own is None else own[index * num_ranks : (index + 1) * num_ranks])
@@ -144,55 +113,34 @@ class Assignments:
 
         Raises ValueError if those have too few GPUs, and `HostLostError` if none is left.
         """
-        hosts = () if assignment.hosts is None else assignment.hosts.hosts
-        if self.cluster is None or all(host.lost is None for host in hosts):
+        if self._hosts.cluster is None or assignment.hosts is None:
             return assignment
-        num_hosts = len(self.cluster.groups[name])
-        await self.cluster.revive(name, least=num_hosts if config.num_replicas < num_hosts else 1)
-        return self._remote_generator(name, index, config)
+        return Assignment(hosts=await self._hosts.cluster.replaced(assignment.hosts, name, index, config))
 
-    def store(self) -> "OtherHosts | None":
-        """The hosts of the store: the first of the trainer's, whose weights it holds. None for this host."""
-        group = None if self.cluster is None else self.cluster.group_of("trainer", is_trainer=True)
-        return None if self.cluster is None or group is None else self.cluster.place("store", group[:1], 0)
+    def store(self) -> Place | None:
+        """The hosts of the weight store. None for this host."""
+        return None if self._hosts.cluster is None else self._hosts.cluster.store()
+
+    def receivers(self, log_dir: Path, store_name: str) -> "Receivers | None":
+        """What receives weights on the hosts of generators; None if all is on this host."""
+        return None if self._hosts.cluster is None else self._hosts.cluster.receivers(log_dir, store_name)
 
     def transport(self, chosen: WeightTransport) -> WeightTransport:
         """How weights reach the generators, which is what the user chose.
 
         Raises ValueError if that cannot work between these hosts.
         """
-        one_host = not self.generator_hosts()
-        if chosen in ("network", "nccl") and one_host:
-            raise ValueError(f"weight_transport is {chosen!r}, and trainer and generator are on one host; use 'auto'")
-        if chosen in ("shared_memory", "gpu_memory") and not one_host:
-            raise ValueError(f"weight_transport is {chosen!r}, and trainer and generator are on several hosts")
+        if chosen == "auto":
+            return chosen
+        transport = load_transport(chosen)
+        several = self._hosts.cluster is not None and self._hosts.cluster.several
+        if transport.between_hosts not in (several, None):
+            where = "several hosts" if several else "one host; use 'auto'"
+            raise ValueError(f"weight_transport is {chosen!r}, and trainer and generator are on {where}")
         on_gpus = self.has_gpu("trainer", is_trainer=True)
-        if chosen in ("gpu_memory", "nccl") and not (bool(gpus_here()) if on_gpus is None else on_gpus):
+        if transport.without_gpus and not (bool(gpus_here()) if on_gpus is None else on_gpus):
             raise ValueError(f"weight_transport is {chosen!r}, and the trainer's host has no GPU; use 'auto'")
         return chosen
-
-    def generator_hosts(self) -> "list[GeneratorHost]":
-        """The hosts that weights have to be sent to; none if trainer and generators are all on one."""
-        cluster = self.cluster
-        if cluster is None:
-            return []
-        trainers = cluster.group_of("trainer", is_trainer=True) or ()
-        groups = [cluster.group_of(name, is_trainer=False) for name in sorted(self._hosts.generators or {"generator"})]
-        hosts = tuple(dict.fromkeys(host for group in groups if group is not None for host in group))
-        others = (*trainers, *hosts)
-        if None in groups and others:
-            return [*(receiving(cluster, host) for host in hosts), _receiving_here(others[0])]
-        is_one_host = len(trainers) == 1 and set(trainers) == set(hosts)
-        return [] if is_one_host else [receiving(cluster, host) for host in hosts]
-
-    def _remote_generator(self, name: str, index: int, config: GeneratorConfig) -> Assignment:
-        assert self.cluster is not None
-        group = self.cluster.groups[name]
-        count = max(1, len(group) // config.num_replicas)
-        first = index * count % len(group)
-        left = [host for host in group if host.lost is None] or group
-        own = [host for host in left if host in group[first : first + count]] or [left[index % len(left)]]
-        return Assignment(hosts=self.cluster.place(f"{name}-{index}", own, config.tensor_parallel, config.gpus))
 
     def _take_name(self, name: str) -> None:
         if name in self._names:
@@ -209,48 +157,3 @@ class Assignments:
         except ValueError:
             self._names.discard(name)
             raise
-
-
-def receiving(cluster: "Cluster", host: "Host") -> "GeneratorHost":
-    """One of the other hosts, as one that weights are sent to."""
-    from controller.handles.store import GeneratorHost
-
-    return GeneratorHost(
-        name=host.name,
-        identity=host.facts.identity,
-        address=host.facts.address,
-        place=lambda: replace(cluster.place(f"weights-{host.name}", [host], 0), gpus=(host.facts.gpus,)),  # all
-        is_lost=lambda: host.lost is not None,
-    )
-
-
-def _receiving_here(other: "Host") -> "GeneratorHost":
-    """This host, as one that weights are sent to from another."""
-    from controller.handles.store import GeneratorHost
-
-    return GeneratorHost(
-        name="controller",
-        identity=host_identity(),
-        address=own_address_towards(other.facts.address),
-        place=lambda: None,
-        is_lost=lambda: False,
-    )
-
-
-def _have_gpus(name: str, hosts: "Sequence[Host]") -> bool:
-    """Whether the hosts of a mesh have GPUs. Raises ValueError if only some have."""
-    without = [host.name for host in hosts if not host.facts.gpus]
-    if without and len(without) < len(hosts):
-        raise ValueError(
-            f"hosts of {name!r} are {', '.join(host.name for host in hosts)}, and {', '.join(without)} has no GPU; all "
-            "hosts of a mesh must have GPUs, or none"
-        )
-    return not without
-
-
-def _refuse_turns(name: str, config: TrainerConfig | GeneratorConfig) -> None:
-    """Raises ValueError for meshes that would take turns on GPUs of other hosts."""
-    if config.placement == "colocated":
-        raise ValueError(
-            f"placement of {name!r} is 'colocated', which is for this host's GPUs; leave it out with hosts"
-        )

@@ -14,8 +14,8 @@ from controller.handles.colocated import SharedGPUs, Side
 from controller.handles.offline import OfflineGeneratorConfig, offline_generator
 from controller.handles.replicas import Stoppable
 from controller.handles.version_records import VersionRecords
-from controller.hosts.host_groups import Hosts
 from controller.launching.assignments import Assignment, Assignments
+from controller.launching.hosts import Hosts
 from generator.config import GeneratorConfig
 from rl.lora import LoRAConfig
 from rl.protocols import Generator, Trainer
@@ -200,7 +200,7 @@ class Launcher:
             version_records=self._version_records,
             limits=limits,
             max_lora_rank=None if generator is None or generator.lora is None else generator.lora.max_rank,
-            pushes_to=lambda: [] if (s := self._root._running_store) is None else [s.mesh, *s.receivers.lost],
+            pushes_to=lambda: [] if (store := self._root._running_store) is None else store.needed,
             store_name=self._root._store_name,
             shared_gpus=self._gpus if config.placement == "colocated" else None,
         )
@@ -257,7 +257,7 @@ class Launcher:
             router = await GeneratorRouter.launch(start_replica, config.num_replicas, on_failure=config.on_failure)
             self._running.append(router)
             router.evaluator = evaluator and await evaluator
-            await (await asyncio.shield(store)).receivers.complete()  # a later generator may be on a further host
+            await (await asyncio.shield(store)).complete()  # a later generator may be on a further host
             return router if config.lora is None else BoundGenerator(router, POLICY)
 
         return self._begin(start(), name)
@@ -301,8 +301,9 @@ class Launcher:
             with without_garbage_collection():
                 from controller.handles.store import WeightStore  # loads torch
 
+            receivers = assignments.receivers(root._log_dir, root._store_name)
             root._running_store = running = await WeightStore.launch(
-                root._log_dir, root._store_name, hosts=assignments.store(), generator_hosts=assignments.generator_hosts
+                root._log_dir, root._store_name, hosts=assignments.store(), receivers=receivers
             )
             root._running.append(running)
             return running

@@ -53,7 +53,7 @@ class DeadlineError(MeshError):
 class HostLostError(MeshError):
     """A host does not answer any more, or its worker has ended. The message names it.
 
-    What ran there is not known to have ended; the host's agent sees to that. See controller/hosts/remote_host.py.
+    What ran there is not known to have ended; the host's agent sees to that.
     """
 
 

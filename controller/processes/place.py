@@ -1,13 +1,14 @@
 """Where the processes of a mesh run: what `Mesh.spawn` has to know of it. This host is one such place.
 
-Other hosts are in controller/hosts/other_hosts.py. `GPUPool` gives out a host's GPUs. A GPU goes by the name that
+Other hosts are places of the plug-in `ownloop-hosts`. `GPUPool` gives out a host's GPUs. A GPU goes by the name that
 `CUDA_VISIBLE_DEVICES` has for it: a number, a UUID ("GPU-...") or the name of a MIG instance ("MIG-..."). Where the
 variable is not set, the names are the numbers of all GPUs.
 """
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,17 +18,47 @@ from rl.system.hardware import is_cpu_build
 _LOOPBACK = "127.0.0.1"
 
 
-class OtherHost(Protocol):
-    """Another host, whose agent answers questions. `controller.hosts.remote_host.Host` is one."""
+class RunFiles(Protocol):
+    """Where the ranks of a mesh write what belongs into a folder of the controller, and where they read it."""
 
-    @property
-    def name(self) -> str:
-        """For messages."""
+    async def to_write(self, path: Path) -> Path:
+        """The path at which ranks are to write what is to be at `path`; `collect` brings it there.
+
+        Raises ValueError if there is something at `path` that ownloop did not write, and if a host cannot write.
+        """
         ...
 
-    async def ask(self, question: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function there. Raises its exceptions, and `HostLostError`."""
+    async def collect(self, path: Path, keep_last: int | None = None) -> None:
+        """Brings what ranks have written, or are writing in the background, to `path`, which appears when it is whole.
+
+        With `keep_last`, deletes older checkpoints beside it, as `TrainerHandle.save_checkpoint` says.
+        Raises OSError if there is no room for it, and `HostLostError`.
+        """
         ...
+
+    def to_read(self, path: Path) -> AbstractAsyncContextManager[Sequence[Path]]:
+        """Where each rank finds, while inside, what is at `path`. Raises OSError if a host has no room for it."""
+        ...
+
+
+class FilesHere:
+    """Implements `RunFiles` for ranks that have the controller's folders: every path is itself."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        """For a mesh with this many ranks."""
+        self._num_ranks = num_ranks
+
+    async def to_write(self, path: Path) -> Path:
+        """The path itself."""
+        return Path(path).absolute()
+
+    async def collect(self, path: Path, keep_last: int | None = None) -> None:
+        """Everything is there already."""
+
+    @asynccontextmanager
+    async def to_read(self, path: Path) -> AsyncGenerator[Sequence[Path]]:
+        """The path itself, for every rank."""
+        yield [Path(path).absolute()] * self._num_ranks
 
 
 class Place(Protocol):
@@ -41,11 +72,6 @@ class Place(Protocol):
     @property
     def has_gpu(self) -> bool | None:
         """Whether the ranks compute on GPUs; None if torch has to be asked in this process."""
-        ...
-
-    @property
-    def other_hosts(self) -> Sequence[OtherHost]:
-        """These hosts, in the order of the ranks; none if this is the controller's."""
         ...
 
     def host_mesh(self, mesh: str) -> Any:
@@ -72,6 +98,17 @@ class Place(Protocol):
         """Address and port at which the ranks find each other."""
         ...
 
+    def files(self, num_ranks: int) -> RunFiles:
+        """The files of a mesh with this many ranks here."""
+        ...
+
+    async def check_model_directory(self, model: Path) -> None:
+        """Copies a model's directory to the other hosts that have none in the same place.
+
+        Raises ValueError, with the host's name, if a host has another one there, or cannot take it.
+        """
+        ...
+
     async def check_there(self, check: Callable[..., object], *args: Any) -> None:
         """Runs a check of an importable module on every other host. Raises its ValueError, with the host's name."""
         ...
@@ -86,7 +123,6 @@ class ThisHost:
 
     num_hosts = 1
     has_gpu = None
-    other_hosts = ()
 
     def host_mesh(self, mesh: str) -> Any:
         """The host itself."""
@@ -117,6 +153,13 @@ class ThisHost:
     async def master(self) -> tuple[str, int]:
         """No other host can connect there."""
         return _LOOPBACK, free_port(_LOOPBACK)
+
+    def files(self, num_ranks: int) -> RunFiles:
+        """The controller's."""
+        return FilesHere(num_ranks)
+
+    async def check_model_directory(self, model: Path) -> None:
+        """It is the controller's."""
 
     async def check_there(self, check: Callable[..., object], *args: Any) -> None:
         """There is no other host."""

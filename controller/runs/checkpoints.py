@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from controller.hosts.host_groups import kept_allocations
+from controller.launching.hosts import kept
 from controller.launching.launcher import Launcher
 from controller.processes.errors import TrainingStoppedError
 from controller.runs.folder import LOOP_FILE, complete_checkpoints, is_checkpoint
@@ -310,7 +310,8 @@ async def export_checkpoint(config: Any, checkpoint: Path, directory: Path, log_
     if not (checkpoint / _POLICY).is_dir():
         raise ValueError(f"{checkpoint} holds no {_POLICY!r}, the trainer whose model is exported")
     model = resolve_model(config.model, tell)
-    async with kept_allocations(tell), Launcher(log_dir, getattr(config, "hosts", None)) as launcher:
+    hosts = getattr(config, "hosts", None)
+    async with kept(hosts, tell), Launcher(log_dir, hosts) as launcher:
         # With its generator's configuration the trainer exports in that dtype, as at the run's end.
         trainer = await launcher.trainer(model, config.trainer, generator=getattr(config, "generator", None))
         await trainer.load_checkpoint(checkpoint / _POLICY)

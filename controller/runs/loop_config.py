@@ -4,7 +4,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-from controller.hosts.host_groups import Hosts
+from controller.launching.hosts import Hosts
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.loggers import check_loggers
@@ -74,7 +74,7 @@ class LoopConfig:
     `plugins/report/README.md`."""
     hosts: Hosts | None = None
     """Other hosts to run on, by role: `--hosts trainer=n1:26600,n2:26600 generator=n3:26600`, or `--hosts ssh ...`,
-    `slurm ...`, `kubernetes ...`. None: this host. See `docs/hosts.md`."""
+    `slurm ...`, `kubernetes ...`. None: this host. See `plugins/hosts/README.md`."""
     seed: int = 0
     """Seed of the training data's order and of sampling, from 0 to 2,097,151."""
 

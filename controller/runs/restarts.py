@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from controller.hosts.host_groups import kept_allocations, run_hosts
+from controller.launching.hosts import kept, run_hosts
 from controller.processes.errors import MeshError
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
@@ -28,9 +28,9 @@ async def run_with_restarts(loop: Loop, config: Any, folder: RunFolder, console:
     every other error of the loop is raised at once, since it would happen again. Hosts that were allocated for the run
     stay its own until it ends.
     """
-    run_hosts.set(getattr(config, "hosts", None))
+    run_hosts.set(hosts := getattr(config, "hosts", None))
     limit = RestartLimit(config) if getattr(config, "max_restarts", 0) else None
-    async with kept_allocations(console.phase):
+    async with kept(hosts, console.phase):
         await _until_the_end(limit, loop, config, folder, console)
 
 

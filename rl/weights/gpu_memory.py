@@ -146,14 +146,15 @@ class GPUMemory(SharedMemory):
     """A record's `location` is a `BufferLocation` with `gpu_parts`."""
 
     fallback_notice = "memory of GPUs carries the weights"
+    without_gpus = "shared_memory"
 
     def __init__(self, sharing: MemorySharing | None = None) -> None:
         """`sharing` is CUDA's by default."""
         self._sharing = sharing or CUDASharing()
 
-    def suits(self, *, other_hosts: bool) -> bool:
-        """Only if all generators are on the trainer's host, and there is CUDA."""
-        return not other_hosts and not self._sharing.why_not()
+    def suits(self) -> bool:
+        """Only if there is CUDA."""
+        return not self._sharing.why_not()
 
     def sender(self, index: VersionIndex, *, reader_timeout_s: float, asked: bool) -> "GPUMemorySender":
         return GPUMemorySender(index, reader_timeout_s, self._sharing, asked=asked)

@@ -27,10 +27,12 @@ class SharedMemory:
     """A record's `location` is the `BufferLocation` of the buffer that holds the version."""
 
     fallback_notice = "shared memory carries the weights"
+    between_hosts = False
+    without_gpus = ""
 
-    def suits(self, *, other_hosts: bool) -> bool:
-        """Only if all generators are on the trainer's host."""
-        return not other_hosts
+    def suits(self) -> bool:
+        """Always."""
+        return True
 
     def sender(self, index: VersionIndex, *, reader_timeout_s: float, asked: bool) -> "SharedMemorySender":
         del asked  # it needs memory that the host has or lacks

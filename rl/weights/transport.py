@@ -1,14 +1,17 @@
 """How the bytes of a published version travel: what every transport does, and the table of those there are.
 
 A transport has a sending end in every trainer rank and a receiving end in every generator rank. `trainer/push.py` and
-`generator/` talk to these ends only, so a further transport is one file and one row of `TRANSPORTS`. This module does
-not import torch, because configurations name transports before any process starts.
+`generator/` talk to these ends only, so a further transport is one file and one row of `TRANSPORTS`, or in a plug-in an
+entry point of the group `ownloop.transports`. This module does not import torch, because configurations name transports
+before any process starts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import import_module
+from functools import cache
+from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:  # they load torch
@@ -21,14 +24,25 @@ if TYPE_CHECKING:  # they load torch
 TRANSPORTS: Mapping[str, str] = {
     "gpu_memory": "rl.weights.gpu_memory:GPUMemory",
     "shared_memory": "rl.weights.shared_memory:SharedMemory",
-    "network": "rl.weights.network:Network",
-    "nccl": "rl.weights.nccl:NCCLTransport",
     "torchstore": "rl.weights.store_transport:StoreTransport",
 }
-"""Every transport by name, as "module:class". `auto` takes the first that suits and can carry the weights."""
+"""The transports of the core by name, as "module:class"."""
+_GROUP = "ownloop.transports"
 
-TRANSPORT_CHOICES = ("auto", *TRANSPORTS)
-"""What a user can ask for."""
+
+@cache
+def transports() -> Mapping[str, str]:
+    """Every transport by name, as "module:class". `auto` takes the first that suits and can carry the weights."""
+    *preferred, last = TRANSPORTS.items()
+    return dict((*preferred, *((each.name, each.value) for each in entry_points(group=_GROUP)), last))
+
+
+def check_transport(name: str, transport: str) -> None:
+    """Raises ValueError, with the `name` of what holds it, unless a transport is "auto" or one that there is."""
+    known = ("auto", *transports())
+    if transport not in known:
+        lacks_plugin = "" if "network" in known else "; a plug-in has those between hosts: pip install ownloop-hosts"
+        raise ValueError(f"{name} is {transport!r}, which is not known; known: {', '.join(known)}{lacks_plugin}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +128,18 @@ class Transport(Protocol):
         """How a warning begins that says that `auto` fell back on this transport."""
         ...
 
-    def suits(self, *, other_hosts: bool) -> bool:
-        """Whether `auto` considers this transport; `other_hosts` says whether generators on other hosts receive."""
+    @property
+    def between_hosts(self) -> bool | None:
+        """True if generators have to be on other hosts than the trainer, False if on the same, None for either."""
+        ...
+
+    @property
+    def without_gpus(self) -> str:
+        """The transport that carries an adapter, which is small, in place of this one; empty if this needs no GPUs."""
+        ...
+
+    def suits(self) -> bool:
+        """Whether `auto` may take this transport in this process."""
         ...
 
     def sender(self, index: "VersionIndex", *, reader_timeout_s: float, asked: bool) -> Sender:
@@ -138,6 +162,5 @@ class Transport(Protocol):
 
 
 def load_transport(name: str) -> Transport:
-    """The transport of a name in `TRANSPORTS`."""
-    module, _, attribute = TRANSPORTS[name].partition(":")
-    return getattr(import_module(module), attribute)()
+    """The transport of a name in `transports()`."""
+    return resolve_name(transports()[name])()

@@ -26,6 +26,9 @@ from rl.weights.transport import load_transport
 LIVING_VERSIONS = 2
 """How many published versions stay whole: the newest can be written while the one before is read."""
 
+RECEIVERS_KEY = "ownloop/weight_receivers"
+"""TorchStore key of the other hosts that receive weights, as the plug-in describes them that sends them there."""
+
 INDEX_KEY = "ownloop/weights"
 """TorchStore key of the model's index, a tuple of `VersionRecord`s; see `index_key`."""
 
@@ -86,7 +89,7 @@ class VersionRecord:
     dtype: torch.dtype
     """Of every floating-point tensor in the manifest."""
     transport: str
-    """A row of `transport.TRANSPORTS`."""
+    """A name in `transport.transports()`."""
     host: str
     """`host_identity()` of the publisher."""
     layout: bytes
@@ -227,6 +230,19 @@ class VersionIndex:
 def is_missing(error: Exception) -> bool:
     """Whether `Store.get` raised this because there is no such key: TorchStore raises KeyError for its faults too."""
     return isinstance(error, KeyError) and "Unable to locate" in str(error)
+
+
+async def receivers_on_hosts(store: Store) -> tuple[Any, ...]:
+    """What is at `RECEIVERS_KEY`; empty if no generator is on another host.
+
+    Raises `WeightsError` if TorchStore does not answer.
+    """
+    try:
+        return await store.get(RECEIVERS_KEY)
+    except Exception as error:  # Monarch's own types if TorchStore is dead
+        if is_missing(error):
+            return ()
+        raise WeightsError(f"TorchStore did not say which generator hosts there are: {error}") from error
 
 
 async def find_record(store: Store, version: int, policy: str | None = None) -> VersionRecord:

@@ -20,7 +20,6 @@ from benchmarks.kills.fault import (
     covering_faults,
     few_faults,
 )
-from benchmarks.kills.on_hosts import HostKind, HostPhase, covering_host_faults
 from controller.runs import RunFolder
 from controller.runs.folder import read_metrics
 from rl.tiny_tasks import EvenWords
@@ -52,20 +51,6 @@ def test_the_quick_cells_have_every_kind_loop_and_process() -> None:
         assert {getattr(cell, field) for cell in cells} == set(choices)
     assert {cell.victim for cell in cells} >= {"trainer", "engine thread", "store", "controller"}
     assert all(cell.possible for cell in cells)
-
-
-def test_every_kind_meets_every_phase_and_role_on_hosts() -> None:
-    cells = covering_host_faults()
-    meetings = [(cell.kind, cell.phase) for cell in cells]
-    assert sorted(meetings) == sorted(itertools.product(get_args(HostKind), get_args(HostPhase)))
-    hurt = [cell for cell in cells if cell.kind != "controller killed"]
-    assert {cell.host for cell in cells if cell not in hurt} == {"ctl"}
-    for field, choices in (("kind", get_args(HostKind)), ("phase", get_args(HostPhase))):
-        for value in set(choices) - {"controller killed"}:
-            hosts = {cell.host for cell in hurt if getattr(cell, field) == value}
-            assert "h3" in hosts, value
-            assert hosts & {"h1", "h2"}, value
-    assert {cell.host for cell in hurt} == {"h1", "h2", "h3"}
 
 
 def test_a_fault_reaches_the_run_that_is_told_to_strike_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Versions of tiny weights, published without a TorchStore, and engines that take them in."""
 
+import asyncio
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from generator.engine import GenerationEngine
 from rl.types import Completion, SamplingParams
 from rl.weights.versions import find_record
+from tests.generator.engines import EngineFactory
 from tests.generator.running import no_steps
 from tests.stores import FakeStore
+from trainer.push import WeightPublisher
 
 PROMPTS = [list(range(3 + 3 * i, 33 + 4 * i)) for i in range(5)]
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
@@ -43,3 +46,23 @@ def export(source: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
     cast = {name: tensor.to(dtype) for name, tensor in weights.items()}
     save_file(cast, destination / "model.safetensors", metadata={"format": "pt"})
     return destination
+
+
+def check_pulls(directory: Path, dtype: str, transport: str, store: FakeStore, build_engine: EngineFactory) -> None:
+    """Raises AssertionError unless an engine that pulled three times equals one that is started with the third."""
+    engine, torch_dtype = build_engine(directory, dtype), getattr(torch, dtype)
+    publisher = WeightPublisher(torch_dtype, transport, store=store)
+
+    async def main() -> None:
+        before = await greedy(engine)
+        for version in (1, 2, 3):
+            await publisher.publish(version, moved(directory, version).items())
+            await pull(engine, store, version)
+        after = await greedy(engine)
+        exported = export(directory, moved(directory, 3), torch_dtype, directory.parent / "exported")
+        assert [c.logprobs for c in after] == [c.logprobs for c in await greedy(build_engine(exported, dtype))]
+        assert [c.logprobs for c in after] != [c.logprobs for c in before]
+        assert {version for c in after for version in c.versions} == {3}
+        assert engine.version == 3
+
+    asyncio.run(main())

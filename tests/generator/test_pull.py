@@ -14,15 +14,13 @@ from safetensors.torch import load_file
 from generator.pull import CopyPlan
 from rl.types import SamplingParams
 from rl.weights.buffer import WeightBuffer
-from rl.weights.receiving_process import ReceivingProcess
 from rl.weights.transport import TRANSPORTS
 from rl.weights.versions import INDEX_KEY, UnknownVersionError, WeightsError, WeightsMismatchError, find_record
 from tests.generator.engines import EngineFactory
-from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
+from tests.generator.published import GREEDY, PROMPTS, check_pulls, export, greedy, moved, pull
 from tests.generator.running import run_paced, started
 from tests.generator.served_models import served_llama, served_mistral, served_qwen3
 from tests.rl.weights.host_sharing import HostSharing
-from tests.rl.weights.receiving_hosts import host_entry, register
 from tests.stores import FakeStore
 from tests.waiting import until
 from trainer.push import WeightPublisher
@@ -31,7 +29,7 @@ pytestmark = pytest.mark.vllm
 
 
 def _cases() -> Iterator[Any]:
-    """Memory that comes over the network, or is a GPU's, is read as shared memory is, so one case of each is enough.
+    """Memory of a GPU is read as shared memory is, so one case is enough.
 
     TorchStore knows neither families nor dtypes; two of its cases run with every change, the others are slow. So are
     models that `cpu/test_kinds.py` pulls through shared memory with every change.
@@ -39,8 +37,8 @@ def _cases() -> Iterator[Any]:
     with_torchstore = ((served_llama, True, "float32"), (served_qwen3, False, "bfloat16"))
     elsewhere = ((served_llama, False), (served_qwen3, True))
     for family, tied, dtype in product((served_llama, served_qwen3), (True, False), ("float32", "bfloat16")):
-        for transport in (name for name in TRANSPORTS if name != "nccl"):  # which ends where `network` does
-            if transport not in ("network", "gpu_memory") or (family, tied, dtype) == (served_qwen3, True, "bfloat16"):
+        for transport in TRANSPORTS:
+            if transport != "gpu_memory" or (family, tied, dtype) == (served_qwen3, True, "bfloat16"):
                 is_slow = transport == "torchstore" and (family, tied, dtype) not in with_torchstore
                 is_slow |= transport == "shared_memory" and (family, tied) in elsewhere
                 name = f"{family.__name__}-{tied}-{dtype}-{transport}"
@@ -61,25 +59,7 @@ def test_pulled_weights_equal_a_fresh_engines(
     monkeypatch.setattr("rl.weights.gpu_memory.CUDASharing", HostSharing)
     directory = family(tmp_path / "model", tied=tied)
     assert json.loads((directory / "config.json").read_text())["tie_word_embeddings"] == tied
-    engine, torch_dtype = build_engine(directory, dtype), getattr(torch, dtype)
-    store = FakeStore()
-    if transport == "network":
-        register(store, host_entry(ReceivingProcess()))
-    publisher = WeightPublisher(torch_dtype, transport, store=store)
-
-    async def main() -> None:
-        before = await greedy(engine)
-        for version in (1, 2, 3):
-            await publisher.publish(version, moved(directory, version).items())
-            await pull(engine, store, version)
-        after = await greedy(engine)
-        exported = export(directory, moved(directory, 3), torch_dtype, tmp_path / "exported")
-        assert [c.logprobs for c in after] == [c.logprobs for c in await greedy(build_engine(exported, dtype))]
-        assert [c.logprobs for c in after] != [c.logprobs for c in before]
-        assert {version for c in after for version in c.versions} == {3}
-        assert engine.version == 3
-
-    asyncio.run(main())
+    check_pulls(directory, dtype, transport, FakeStore(), build_engine)
 
 
 def _part_frozen(directory: Path, version: int, frozen: int) -> tuple[dict[str, torch.Tensor], list[str]]:

@@ -114,7 +114,7 @@ PARTS = (
         "nccl",
         "Between two hosts of a run, weights go from the trainer's GPU to one of the generator's host, through sockets "
         "in place of NCCL; the receiving process dies, and its successor gets new communicators.",
-        (*_PYTEST, "-m", "gpu", "tests/hosts/test_weights_between_hosts.py"),
+        (*_PYTEST, "-m", "gpu", "plugins/hosts/tests/test_weights_between_hosts.py"),
         gpus=2,
         gib=2.0,
         variables=_INTERPRETED,

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.handles.adapters import BoundGenerator
-from controller.hosts.host_groups import Hosts, Tell
+from controller.launching.hosts import Hosts, Tell, kept
 from controller.launching.launcher import Launcher
 from generator.config import GeneratorConfig, room_to_score
 from ownloop_doctors.all_words import compare_tokenizers, compare_words, split_after_images
@@ -108,7 +108,6 @@ async def recipe_parity(config: Any, tell: Tell) -> Parity:
     missing = [name for name in ("model", "trainer", "generator", "sampling", "env") if not hasattr(config, name)]
     if missing:
         raise ValueError(f"a {type(config).__name__} has no {', '.join(missing)}: there are not two sides to compare")
-    from controller.hosts.host_groups import kept_allocations
     from controller.runs.models import resolve_model
     from rl.rollouts.rendering import Renderer
 
@@ -117,7 +116,7 @@ async def recipe_parity(config: Any, tell: Tell) -> Parity:
     prompts = [renderer.encode_problem(problem) for problem in config.env.eval_problems(_NUM_PROMPTS)]
     hosts = getattr(config, "hosts", None)
     with tempfile.TemporaryDirectory(prefix="ownloop-parity-") as logs:
-        async with kept_allocations(tell):
+        async with kept(hosts, tell):
             return await measure_parity(
                 (model, model), config.trainer, config.generator, prompts, config.sampling, Path(logs), hosts
             )

@@ -15,7 +15,6 @@ from controller.commands.chat_and_eval import Chat, Eval
 from controller.commands.cli import main
 from controller.commands.command_line import parse_command
 from controller.commands.export_run import Export
-from controller.commands.host_commands import Doctor, Worker
 from controller.commands.run import Run
 from controller.commands.show import Show
 from ownloop_doctors.check_parts import CheckEngine
@@ -47,8 +46,6 @@ from tests.waiting import LIMIT_S
         ("serve --model a --help", Serve(fields=("--model", "a", "--help"))),
         ("key add ann --operator", Key(action="add", name="ann", operator=True)),
         ("check-engine e --layout a=1 --layout b=2", CheckEngine(engine="e", layout=("a=1", "b=2"))),
-        ("worker --certs - --lost-after 3 --listen n1:9", Worker(listen="n1:9", certs=Path("-"), lost_after=3.0)),
-        ("doctor --hosts a b --mb 3 --hosts=c", Doctor(hosts=("a", "b", "c"), mb=3)),
     ],
 )
 def test_words_become_a_command(words: str, command: Any) -> None:
@@ -69,8 +66,6 @@ def test_words_become_a_command(words: str, command: Any) -> None:
         (["eval", "m"], "RECIPE is missing; see ownloop eval --help"),
         (["key", "ad"], "action is 'ad', which is not known; known: 'add', 'list', 'revoke'"),
         (["key", "add"], "ownloop key add needs the user's NAME"),
-        (["hosts", "slurm", "trainer=1"], "cluster is 'slurm', which is not known; known: 'kubernetes'"),
-        (["certs"], "HOST is missing: a host's name as the others know it; see ownloop certs --help"),
         (["compare"], "compare was given no run; it needs at least two"),
         (["runs", "--rans", "x"], "unknown option --rans; did you mean '--runs'?"),
         (["run", "a", "--at", "3"], "--at is for --resume and --fork; a recipe is run from its beginning"),
@@ -90,7 +85,7 @@ def test_a_long_path_is_not_cut_in_two(capfd: pytest.CaptureFixture[str]) -> Non
     assert f"--plot is {path}; " in refused(capfd, "compare", "a", "b", "--plot", path)
 
 
-@pytest.mark.parametrize("command", "sweep eval chat export runs report worker hosts key certs".split())
+@pytest.mark.parametrize("command", "sweep eval chat export runs report key".split())
 def test_a_command_explains_its_arguments(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
@@ -164,14 +159,14 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert result.returncode == 0, result.stderr
     rows = result.stdout.partition("commands:\n")[2].partition("\n\n")[0].splitlines()
-    assert {"run", "serve", "key", "certs", "hosts"} <= {row.split()[0] for row in rows}
+    assert {"run", "serve", "key"} <= {row.split()[0] for row in rows}
     assert all(len(row.split()) > 2 and row.endswith(".") for row in rows), "each has a summary"
 
 
 def test_parts_are_listed_with_what_they_need(capfd: pytest.CaptureFixture[str]) -> None:
     assert parse_command(["list", "--parts"]).run() == 0
     lines = {tuple(line.split()[:2]): line for line in capfd.readouterr().out.splitlines()}
-    assert lines.keys() >= {("engine", "megatron"), ("host", "slurm"), ("logger", "wandb"), ("loss", "published")}
+    assert lines.keys() >= {("engine", "megatron"), ("logger", "wandb"), ("loss", "published")}
     for extra, part in (("trackio", ("logger", "trackio")), ("tensorboard", ("logger", "tensorboard"))):
         installed = importlib.util.find_spec(extra) is not None
         assert lines[part].endswith(" ready") if installed else f"'.[{extra}]'" in lines[part]

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import shutil
 import sys
 from collections.abc import Generator
@@ -120,18 +119,6 @@ def test_several_held_out_sets_are_one_table(run: Path, capfd: pytest.CaptureFix
     last = read_metrics(run / "metrics.jsonl")[-1]["eval_reward"]  # of four greedy answers, of which three are asked
     assert more.startswith("| more | 3 | 1 | ")
     assert float(more.split()[7]) * 3 <= last * 4 + 0.01
-
-
-@pytest.mark.parametrize("words", [("export", "a", "--to", "there"), ("eval", "a", "mine.py"), ("parity", "mine.py")])
-def test_commands_start_what_they_need_on_the_hosts(
-    words: tuple[str, ...], run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    del run
-    monkeypatch.setattr("os.environ", os.environ.copy())  # that other hosts take part is written there for Monarch
-    with pytest.raises(SystemExit) as stop:
-        main([*words, "--hosts", "ssh", "trainer=n1", "generator=n2", "tls=no", "ssh=no-such-ssh"])
-    assert stop.value.code == 2
-    assert "error: ssh is 'no-such-ssh', which is no program here" in capfd.readouterr().err
 
 
 def test_runs_are_listed(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

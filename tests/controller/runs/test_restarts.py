@@ -2,13 +2,15 @@
 
 import asyncio
 import io
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from controller.hosts.host_groups import WorkerHosts
+from controller.launching.hosts import Cluster, Tell
 from controller.launching.launcher import Launcher
 from controller.processes.errors import DeadlineError, MeshError
 from controller.runs import Console, LoopConfig, RunFolder
@@ -58,8 +60,19 @@ def test_one_failure_more_than_allowed_ends_the_run(tmp_path: Path) -> None:
     assert "not restarted again: 2 of at most 2 restarts in 60 minutes" in shown
 
 
+class OtherHosts:
+    """Hosts that no loop connects to."""
+
+    async def connect(self) -> Cluster:
+        raise AssertionError("the loop does not pass them on")
+
+    @asynccontextmanager
+    async def kept(self, tell: Tell) -> AsyncGenerator[None]:
+        yield
+
+
 def test_a_loop_that_does_not_pass_its_hosts_on_is_refused(tmp_path: Path) -> None:
-    config = replace(CONFIG, hosts=WorkerHosts({"trainer": ("tcp://n1",)}))
+    config = replace(CONFIG, hosts=OtherHosts())
 
     async def loop(config: LoopConfig, folder: RunFolder, console: Console) -> None:
         async with Launcher(folder.logs):

@@ -50,7 +50,7 @@ def _have_a_driver(host_agent: Any) -> None:
 if os.environ.get("PRETENDED_GPU"):
     AfterImport("torch", _compute)
     AfterImport("trainer.matrix_rate", _measure_little)
-    AfterImport("controller.hosts.host_agent", _have_a_driver)
+    AfterImport("ownloop_hosts.host_agent", _have_a_driver)
     AfterImport("vllm.v1.sample.ops.topk_topp_sampler", _cut_without_triton)
     AfterImport("vllm.model_executor.layers.fused_moe.experts.triton_moe", _plain_experts)
     AfterImport("vllm.distributed.device_communicators.cuda_wrapper", _find_runtime)

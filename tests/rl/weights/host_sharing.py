@@ -1,18 +1,13 @@
-"""The host in place of GPUs: memory that other processes open by a handle, and pairs that take what the other sends."""
+"""The host in place of GPUs: memory that other processes open by a handle."""
 
 import mmap
 import os
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import ClassVar
 
-import pytest
 import torch
 
 from rl.weights.buffer import GPUPart
-from rl.weights.links import LinkError
 from rl.weights.versions import WeightsError
 
 
@@ -47,67 +42,3 @@ class HostSharing:
 
     def wait(self) -> None:
         pass
-
-
-class HostPairs:
-    """A `Maker` of pairs within this process."""
-
-    queues: ClassVar[dict[bytes, SimpleQueue[torch.Tensor | None]]] = {}
-    pairs: ClassVar[list["QueuePair"]] = []
-    why_nots: ClassVar[Iterator[str]] = iter(())
-
-    def why_not(self, device: int | None) -> str:
-        del device  # all are the host
-        return next(self.why_nots, "")
-
-    def new_id(self) -> bytes:
-        made = uuid.uuid4().bytes * 8
-        self.queues[made] = SimpleQueue()
-        return made
-
-    def make(self, pair_id: bytes, rank: int, timeout_s: float) -> "QueuePair":
-        self.pairs.append(QueuePair(self.queues[pair_id], rank, timeout_s))
-        return self.pairs[-1]
-
-
-class QueuePair:
-    """An end of a queue, which ends with None."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, queue: SimpleQueue[torch.Tensor | None], rank: int, timeout_s: float) -> None:
-        self.queue, self.rank, self.timeout_s = queue, rank, timeout_s
-        self.num_calls = self.fails_at = 0
-        self.has_ended = False
-
-    def send(self, data: torch.Tensor) -> None:
-        self._count()
-        self.queue.put(data.clone())
-
-    def receive(self, into: torch.Tensor) -> None:
-        self._count()
-        try:
-            data = self.queue.get(timeout=self.timeout_s)
-        except Empty:
-            data = None
-        if data is None:
-            raise LinkError("the other end is gone")
-        into.copy_(data)
-
-    def interrupt(self) -> None:
-        self.queue.put(None)
-
-    def end(self) -> None:
-        self.has_ended = True
-        self.queue.put(None)
-
-    def _count(self) -> None:
-        self.num_calls += 1
-        if self.num_calls == self.fails_at:
-            raise LinkError("a cable was pulled")
-
-
-def use_host_for_gpus(patch: pytest.MonkeyPatch) -> None:
-    """Has transports between GPUs work in this process without any."""
-    patch.setattr("rl.weights.gpu_memory.CUDASharing", HostSharing)
-    patch.setattr("rl.weights.nccl.NCCLLink.maker", HostPairs())

@@ -210,7 +210,7 @@ def test_gpu_logic_asked_for_on_a_cpu_it_is_refused(monkeypatch: pytest.MonkeyPa
     publisher = WeightPublisher(torch.bfloat16, "gpu_memory", store=FakeStore())
     with pytest.raises(WeightsError, match="'gpu_memory' is not possible: this process computes without CUDA; use"):
         asyncio.run(publisher.publish(1, weights(1).items()))
-    assert not GPUMemory().suits(other_hosts=False)
+    assert not GPUMemory().suits()
     part = HostSharing().allocate(4096, 64)[1]
     with pytest.raises(WeightsError, match=r"memory of GPU-\d+, which .* set weight_transport='shared_memory'"):
         CUDASharing().open(part)

@@ -1,170 +1,25 @@
-"""The contract of a transport: what is sent arrives whole, or an error says why not."""
-
-import asyncio
-import queue
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any
+"""The transports of the core keep the contract."""
 
 import pytest
-import torch
 
-from rl.system.hardware import host_identity
-from rl.weights.receiving_process import ReceivingProcess
-from rl.weights.transport import TRANSPORTS, Sender, Shard, WeightMemory, load_transport
-from rl.weights.versions import (
-    Manifest,
-    UnknownVersionError,
-    VersionIndex,
-    VersionRecord,
-    WeightsError,
-    build_manifest,
-    find_record,
-    manifest_checksum,
-)
-from tests.rl.weights.host_sharing import use_host_for_gpus
-from tests.rl.weights.receiving_hosts import host_entry, register
-from tests.stores import FakeStore, living
-from tests.waiting import join
-
-MANIFEST = build_manifest([("a", (40, 3), torch.bfloat16), ("b", (5,), torch.float32)])
+from rl.weights.transport import TRANSPORTS
+from tests.rl.weights.host_sharing import HostSharing
+from tests.rl.weights.transport_contract import TransportContract
+from tests.stores import FakeStore
 
 
-@pytest.fixture(autouse=True)
-def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_host_for_gpus(monkeypatch)
+@pytest.fixture(params=TRANSPORTS)
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every transport, without a GPU."""
+    monkeypatch.setattr("rl.weights.gpu_memory.CUDASharing", HostSharing)
+    return request.param
 
 
-Ranks = tuple[Callable[..., Any], Callable[..., Any]]
+@pytest.fixture
+def store() -> FakeStore:
+    """No transport of the core needs hosts."""
+    return FakeStore()
 
 
-def _weights(version: int) -> dict[str, torch.Tensor]:
-    return {spec.name: torch.full(spec.shape, float(version)) for spec in MANIFEST}
-
-
-def _sender(name: str, store: FakeStore, manifest: Manifest = MANIFEST) -> Sender:
-    async def get_store() -> FakeStore:
-        return store
-
-    if name in ("network", "nccl"):
-        register(store, host_entry(ReceivingProcess()))
-    sender = load_transport(name).sender(VersionIndex(get_store), reader_timeout_s=5.0, asked=True)
-    asyncio.run(sender.prepare(manifest))
-    return sender
-
-
-def _send(sender: Sender, name: str, version: int, shards: Sequence[Shard] = (), **fields: Any) -> VersionRecord:
-    record = VersionRecord(
-        version=version,
-        push_index=version - 1,
-        manifest=MANIFEST,
-        dtype=torch.bfloat16,
-        transport=name,
-        host=host_identity(),
-        layout=manifest_checksum(MANIFEST),
-        full_checksums=False,
-    )
-    shards = shards or [Shard(tensor_name, tensor, tensor, ()) for tensor_name, tensor in _weights(version).items()]
-    return asyncio.run(sender.send(replace(record, **fields), shards))[0]
-
-
-def _receive(name: str, record: VersionRecord, store: FakeStore) -> list[dict[str, torch.Tensor] | Exception]:
-    """What two ranks of a generator receive, each in a thread of its own while rank 0's event loop fetches."""
-    to_rank_one: queue.Queue[Any] = queue.Queue()
-    broadcasts: Ranks = (to_rank_one.put, to_rank_one.get)
-    receivers = [load_transport(name).receiver(broadcast) for broadcast in broadcasts]
-    received: list[Any] = [None, None]
-
-    def load(rank: int, weights: AbstractContextManager[Any]) -> None:
-        try:
-            with weights as arriving:
-                if isinstance(arriving, WeightMemory):
-                    received[rank] = {spec.name: arriving.tensor(spec).clone() for spec in MANIFEST}
-                else:
-                    received[rank] = dict(arriving)
-        except Exception as error:
-            received[rank] = error
-
-    async def main() -> None:
-        feed = receivers[0].feed(record, store)
-        opened = (receivers[0].open(record, feed), receivers[1].open(record, None))
-        threads = [threading.Thread(target=load, args=(rank, weights)) for rank, weights in enumerate(opened)]
-        for thread in threads:
-            thread.start()
-        done = asyncio.ensure_future(asyncio.to_thread(join, *threads))
-        if feed is not None:
-            await feed.fetch(done)
-        await done
-
-    asyncio.run(main())
-    return received
-
-
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_the_two_newest_versions_arrive_on_every_rank(name: str) -> None:
-    store = FakeStore()
-    sender = _sender(name, store)
-    for version in (1, 2, 3):
-        _send(sender, name, version)
-    assert [record.version for record in living(store)] == [2, 3]
-    for version in (2, 3):
-        for tensors in _receive(name, asyncio.run(find_record(store, version)), store):
-            assert isinstance(tensors, dict)
-            for spec in MANIFEST:
-                assert torch.equal(tensors[spec.name], _weights(version)[spec.name].to(spec.dtype))
-
-
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_frozen_tensors_are_sent_once(name: str) -> None:
-    """Later shards of them hold something else, which must arrive nowhere. Each of two buffers takes them."""
-    store, times, values = FakeStore(), 2 if name.endswith("memory") else 1, dict[int, float]()
-    manifest = tuple(replace(spec, frozen=spec.name == "b") for spec in MANIFEST)
-    sender = _sender(name, store, manifest)
-    for version in range(1, 9):
-        values[version] = value = 5.0 if version < 5 else 7.0
-        b = torch.full((5,), value if (version - 1) % 4 < times else -1.0)
-        shards = [Shard(each, tensor, tensor, ()) for each, tensor in {**_weights(version), "b": b}.items()]
-        _send(sender, name, version, shards, manifest=manifest, frozen_id=bytes([int(value)] * 16))
-        for record in living(store):
-            assert record.frozen_id == bytes([int(values[record.version])] * 16)
-            for received in _receive(name, record, store):
-                assert isinstance(received, dict)
-                assert torch.equal(received["a"], _weights(record.version)["a"].bfloat16())
-                assert torch.equal(received["b"], torch.full((5,), values[record.version]))
-    if name == "torchstore":  # the index, "a" of two versions, "b" of both
-        assert len(store.values) == 4
-
-
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_a_version_that_is_no_longer_kept_is_refused(name: str) -> None:
-    store = FakeStore()
-    sender = _sender(name, store)
-    stale = _send(sender, name, 1)
-    for version in (2, 3):
-        _send(sender, name, version)
-    first, _ = _receive(name, stale, store)
-    assert isinstance(first, (UnknownVersionError, WeightsError))
-
-
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_shards_that_do_not_fit_publish_nothing(name: str) -> None:
-    store = FakeStore()
-    sender = _sender(name, store)
-    second = replace(_send(sender, name, 1), version=2, push_index=1)
-
-    def shards() -> Any:
-        yield from ()
-        raise ValueError("of another shape")
-
-    with pytest.raises(ValueError, match="of another shape"):
-        asyncio.run(sender.send(second, shards()))
-    assert [record.version for record in living(store)] == [1]
-
-
-def test_a_tensor_that_hosts_do_not_get_whole_is_named() -> None:
-    a, b = _weights(1).values()
-    sender = _sender("network", FakeStore())
-    with pytest.raises(WeightsError, match="'b': the ranks' shards hold 8 bytes; the tensor has 20, each of which one"):
-        _send(sender, "network", 1, [Shard("a", a, a, ()), Shard("b", b, b[:2], (slice(0, 2),))])
+class TestTransports(TransportContract):
+    """All that the core has."""

@@ -1,0 +1,1 @@
+"""Weights over the network, to the hosts of generators."""
