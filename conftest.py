@@ -13,7 +13,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.suite import LEFT_OUT, LeftOut, end_tasks
+from tests.suite import HARDWARE, LEFT_OUT, LeftOut, end_tasks
 
 if TYPE_CHECKING:  # the import would load torch and Monarch
     from tests.generator.engines import EngineFactory
@@ -71,9 +71,17 @@ every engine, and a worker needs one of its own.
 gc.disable()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds what .ci/run asks for."""
+    parser.addoption(
+        "--strict-skips", action="store_true", help="fail if a test is skipped that needs no other hardware"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Begins to count what is left out."""
-    config.pluginmanager.register(config.stash.setdefault(LEFT_OUT, LeftOut()))
+    left_out = LeftOut(strict=bool(config.getoption("strict_skips")))
+    config.pluginmanager.register(config.stash.setdefault(LEFT_OUT, left_out))
 
 
 def pytest_collection_finish() -> None:
@@ -122,7 +130,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not of_gpus or _has_gpu():
         return
     for item in of_gpus:
-        item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        item.add_marker(pytest.mark.skip(reason=f"{HARDWARE}needs a CUDA device"))
 
 
 def _has_gpu() -> bool:

@@ -14,13 +14,19 @@ import pytest
 _LOOK_S = 0.1
 
 
+HARDWARE = "hardware: "
+"""How the reason of a skipped test begins that other hardware would run. Packages and programs can be installed."""
+
+
 class LeftOut:
     """A plugin of pytest that counts the slow tests that are left out, and prints them with those that are skipped.
 
-    Under pytest-xdist only workers find tests, and each finds all of them: the first one's number is printed.
+    If it is strict, a run fails in which a test is skipped for another reason than hardware. Under pytest-xdist only
+    workers find tests, and each finds all of them: the first one's number is printed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
         self.num_slow = 0
         """Each row of a parametrized test counts, unless all tests of its file are slow."""
 
@@ -31,9 +37,11 @@ class LeftOut:
             self.num_slow += sum(item.get_closest_marker("slow") is not None for item in items)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """A worker gives its number to the controller."""
+        """A worker gives its number to the controller. A strict run fails if a test is skipped that must not be."""
         if (output := getattr(session.config, "workeroutput", None)) is not None:
             output["num_slow"] = self.num_slow
+        elif self._strict and session.exitstatus == 0 and any(map(_must_run, _reasons(_reporter(session.config)))):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(optionalhook=True)  # with -p no:xdist there are no workers
     def pytest_testnodedown(self, node: Any) -> None:
@@ -44,11 +52,26 @@ class LeftOut:
         """Prints up to two lines."""
         if self.num_slow:
             terminalreporter.write_line(f"left out: {self.num_slow} slow tests, which `make test-slow` runs")
-        skips: list[pytest.TestReport] = terminalreporter.stats.get("skipped", [])
-        reasons = Counter(str(skip.longrepr[-1]).removeprefix("Skipped: ") for skip in skips if skip.longrepr)  # pyright: ignore
-        if reasons:
+        if reasons := _reasons(terminalreporter):
             listed = "; ".join(f"{number}: {shorten(reason, 56)}" for reason, number in reasons.most_common())
             terminalreporter.write_line(f"skipped: {listed}")
+        if self._strict and (wrong := sorted(filter(_must_run, reasons))):
+            terminalreporter.write_line(f"error: skipped for other reasons than hardware: {'; '.join(wrong)}")
+
+
+def _reporter(config: pytest.Config) -> pytest.TerminalReporter:
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    return reporter
+
+
+def _reasons(reporter: pytest.TerminalReporter) -> Counter[str]:
+    """Why tests and whole files were skipped."""
+    skips: list[Any] = reporter.stats.get("skipped", [])
+    return Counter(str(skip.longrepr[-1]).removeprefix("Skipped: ") for skip in skips if skip.longrepr)
+
+
+def _must_run(reason: str) -> bool:
+    return not reason.startswith(HARDWARE)
 
 
 LEFT_OUT = pytest.StashKey[LeftOut]()
