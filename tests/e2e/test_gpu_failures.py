@@ -27,7 +27,7 @@ from trainer.engines import load_engine
 
 pytestmark = [
     *(pytest.mark.e2e, pytest.mark.gpu, pytest.mark.timeout(300)),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="hardware: needs two CUDA devices"),
 ]
 
 BATCH = random_batch((128,) * 16)

@@ -62,7 +62,7 @@ def test_a_model_that_cannot_be_served_is_named(tmp_path: Path) -> None:
 
 def test_what_the_cpu_cannot_do_is_named(tmp_path: Path) -> None:
     if torch.cuda.is_available():
-        pytest.skip("this host has a GPU")
+        pytest.skip("hardware: this host has a GPU")
     check_hardware(GeneratorConfig(model=served_llama(tmp_path / "served", tied=True)))
     narrow = GeneratorConfig(model=tiny_llama(tmp_path / "narrow"))
     with pytest.raises(ValueError, match="attention heads have 8 dimensions; on the CPU vLLM can do 32, 64, 80"):

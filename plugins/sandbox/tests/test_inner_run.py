@@ -145,7 +145,7 @@ def test_a_kernel_that_accepts_no_filter_is_refused() -> None:
 
 
 @pytest.mark.skipif(shutil.which("setarch") is None, reason="setarch, which names another machine, is not installed")
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="i686 is the other machine of x86-64 alone")
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="hardware: i686 is the other machine of x86-64 alone")
 def test_a_machine_without_a_filter_is_refused() -> None:
     text = (ROOT / "plugins/sandbox/ownloop_sandbox/inner_run.py").read_text()
     command = ["setarch", "i686", sys.executable, "-I", "-S", "-c", text, *"11111"]

@@ -263,7 +263,7 @@ asyncio.run(main(Path(sys.argv[1])))
 @pytest.mark.seconds
 @pytest.mark.skipif(
     not version("torch").endswith("+cpu") and os.environ.get("CUDA_VISIBLE_DEVICES") != "",
-    reason="another build of torch is asked for GPUs first",
+    reason="hardware: another build of torch is asked for GPUs first",
 )
 def test_processes_start_before_the_controller_loads_torch(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model", **SERVABLE)

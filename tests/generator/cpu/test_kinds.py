@@ -125,7 +125,7 @@ def test_convolutions_are_plain_or_packed_again(dtype: torch.dtype) -> None:
 def test_pulls_equal_a_fresh_engine_on(cap: str) -> None:
     flag, environment = KINDS[cap]
     if flag not in cpu_features():
-        pytest.skip(f"this CPU has no {flag}, so it cannot pretend to be {cap}")
+        pytest.skip(f"hardware: this CPU has no {flag}, so it cannot pretend to be {cap}")
     command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(
         command, env={**os.environ, **environment, CAP: cap}, capture_output=True, text=True, timeout=540, check=False

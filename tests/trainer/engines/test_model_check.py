@@ -120,7 +120,7 @@ def test_settings_that_vllm_understands_otherwise_are_refused(tmp_path: Path, ma
     assert_refused_as_vllm_differs(make(tmp_path / "model"), key, value)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="may have float8")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="hardware: a GPU may have float8")
 def test_float8_is_refused_where_it_cannot_work(model: Path) -> None:
     with pytest.raises(
         ValueError,
@@ -129,7 +129,7 @@ def test_float8_is_refused_where_it_cannot_work(model: Path) -> None:
         check_model(TrainerConfig(model=model, float8="rowwise"))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="compiles with Triton")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="hardware: a GPU compiles with Triton")
 def test_compilation_is_refused_without_a_compiler(model: Path) -> None:
     import torch._inductor.config as inductor
 
@@ -140,7 +140,7 @@ def test_compilation_is_refused_without_a_compiler(model: Path) -> None:
         check_model(TrainerConfig(model=model, compile=True))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="compiles with Triton")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="hardware: a GPU compiles with Triton")
 def test_compilation_is_refused_where_it_fails(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tensor_parallel is 2, which torch does not compile .* without GPU"):
         check_model(TrainerConfig(model=model, compile=True, tensor_parallel=2))
