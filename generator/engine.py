@@ -55,7 +55,7 @@ from generator.updates import WeightUpdates
 from rl.checks import check_known
 from rl.images import images_of, join_tokens
 from rl.lora import Policy
-from rl.system.hf_config import end_token_ids, read_config, vision_of
+from rl.system.hf_config import end_token_ids, find_family, read_config, vision_of
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
 from rl.weights.transport import Feed
 from rl.weights.versions import Store, VersionRecord, WeightsError
@@ -251,6 +251,8 @@ class GenerationEngine:
         self._vision, self._ends = vision_of(config), end_token_ids(self._config.model, config)
         if current_platform.is_cpu():
             patch_cpu()
+            if (family := find_family(config)) is not None and family.patch_cpu:
+                resolve_name(family.patch_cpu)()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_options(self._config)))
         if current_platform.is_cpu():
             return_kept_sets(self._engine)

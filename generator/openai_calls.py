@@ -34,7 +34,7 @@ class OpenAICall:
     reasoning_parser: str = ""
     """The name of vLLM's parser that separates reasoning from the answer; empty for none."""
     serving: str = ""
-    """The entry point in `ownloop.serving` of the class that answers; empty for `OpenAIServing` itself."""
+    """The entry point in `ownloop.generators` of the class that answers; empty for `OpenAIServing` itself."""
     extra: Any = None
     """What that class needs besides the body. It must be picklable."""
     begins_with: tuple[int, ...] = ()

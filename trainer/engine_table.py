@@ -1,17 +1,15 @@
 """The training engines by name: a table of the core's engines, and the entry points of all others.
 
-An engine of the core is a folder of its own and a row here. An optional one, of this repository or of another package,
-has its row in a module of its own, and an entry point of the group `ownloop.engines` names it. Imports no engine, so
-that `TrainerConfig` can check an engine's name without loading torch.
+An engine of the core is a folder of its own and a row here. A plug-in's has its row in a module of its own, which an
+entry point of the group `ownloop.engines` names. Imports no engine, so that `TrainerConfig` can check an engine's name
+without loading torch.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 
-from rl.checks import check_known
-
-_GROUP = "ownloop.engines"
+from rl.checks import unknown_name
+from rl.system.plugins import find, load_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +22,7 @@ class EngineEntry:
     """A `trainer.engines.model_check.LayoutCheck`. The controller imports its module, so the module must not import
     torchtitan or transformers."""
     requires: str = ""
-    """A package that is not always installed and that the engine needs, by the name of its extra, which is that of the
-    module that it brings."""
+    """A module that the engine needs. Where it is missing, the user reads to install the plug-in again."""
     takes_args: bool = False
     """Whether the engine reads `TrainerConfig.engine_args`; its layout check checks them."""
     trains_adapters: bool = False
@@ -58,18 +55,13 @@ ENGINES: Mapping[str, EngineEntry] = {
 
 
 def find_engine(name: str) -> EngineEntry:
-    """The row of an engine of this table or of an installed package. Raises ValueError, naming those there are."""
-    if name in ENGINES:
-        return ENGINES[name]
-    optional = {entry_point.name: entry_point for entry_point in entry_points(group=_GROUP)}
-    check_known("TrainerConfig.engine", name, [*ENGINES, *optional])
-    entry = optional[name].load()
-    if not isinstance(entry, EngineEntry):
-        raise ValueError(f"the entry point {name!r} of {_GROUP} names {entry!r}; an EngineEntry is needed")
+    """The row of an engine of this table or of a plug-in. Raises ValueError, naming those there are."""
+    entry = ENGINES.get(name) or find("engines", name, EngineEntry)
+    if entry is None:
+        raise unknown_name("TrainerConfig.engine", name, all_engines(), "engines")
     return entry
 
 
 def all_engines() -> Mapping[str, EngineEntry]:
-    """The rows of all engines, this table's first. Leaves out entry points that name something else."""
-    optional = {entry_point.name: entry_point.load() for entry_point in entry_points(group=_GROUP)}
-    return {**ENGINES, **{name: entry for name, entry in optional.items() if isinstance(entry, EngineEntry)}}
+    """The rows of all engines, this table's first. Leaves out broken ones of plug-ins."""
+    return {**ENGINES, **load_all("engines", EngineEntry), **ENGINES}

@@ -1,4 +1,4 @@
-"""torch's profiler for chosen optimizer steps of a rank, which `TrainerConfig.profile_steps` names. An optional part.
+"""torch's profiler for chosen optimizer steps of a rank, which `TrainerConfig.profile_steps` names.
 
 Each step is a file of its own, in Chrome's trace format, beside the rank's log: `profile-trainer-0-step-3.json.gz`. It
 begins with the step's first call of the engine and ends with its `optim_step`. It opens in Perfetto

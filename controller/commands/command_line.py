@@ -2,23 +2,22 @@
 
     ownloop NAME WORDS -> the class that COMMANDS or an entry point names -> `parse` (by tyro) -> its method `run`
 
-A command is a dataclass: its fields are the arguments, its docstring is the help. A part that is not always installed
-brings its own commands as entry points of the group `ownloop.commands`, each of which names such a class.
-This file imports no command, so that `ownloop --help` is quick.
+A command is a dataclass: its fields are the arguments, its docstring is the help. This file imports no command, so that
+`ownloop --help` is quick.
 """
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from rl.checks import check_known, see_working_directory
+from rl.checks import see_working_directory, unknown_name
 from rl.system.hardware import describe_software
+from rl.system.plugins import find, named_by
 
 FAILED = 1
 """The command ran and failed."""
@@ -35,8 +34,19 @@ COMMANDS: Mapping[str, str] = {
     "chat": "controller.commands.chat_and_eval:Chat",
 }
 """Name -> `module:class` of every command that is always there."""
-_GROUP = "ownloop.commands"
 HELP = frozenset(("-h", "--help"))
+
+
+@runtime_checkable
+class Command(Protocol):
+    """A command of `ownloop`. An entry point of `ownloop.commands` has the command's name and names such a dataclass.
+
+    Its fields are the arguments, as tyro reads them, and its docstring is the help.
+    """
+
+    def run(self) -> int:
+        """Runs it and returns the exit status. A ValueError is the user's mistake, and is printed in one line."""
+        ...
 
 
 class CommandEndedError(Exception):
@@ -89,7 +99,9 @@ def parse_command(arguments: Sequence[str]) -> Any:
     """The command with its arguments, ready to run. Raises ValueError for a mistake, and as `parse` does."""
     name, *words = arguments
     scheme = next((word.partition("://")[0] for word in words if "://" in word and not word.startswith("-")), "")
-    if scheme and (owner := f"{name}-{scheme}") in _installed():  # `export tinker://...` is the command export-tinker
+    if scheme and (owner := f"{name}-{scheme}") in named_by(
+        "commands"
+    ):  # `export tinker://...` is the command export-tinker
         name = owner
     kind = _load(name)
     from controller.commands.command import parse  # takes a while, since it imports tyro
@@ -97,28 +109,20 @@ def parse_command(arguments: Sequence[str]) -> Any:
     return parse(kind, words, f"ownloop {name}")
 
 
-def _load(name: str) -> Any:
+def _load(name: str) -> type[Command]:
     """The class of a command. Raises ValueError, naming those there are, if there is none."""
-    target = COMMANDS.get(name) or _installed().get(name)
-    if target is None:
-        check_known("command", name, [*COMMANDS, *_installed()])
-    module, _, attribute = str(target).partition(":")
-    kind = getattr(importlib.import_module(module), attribute)
-    if not is_dataclass(kind) or not hasattr(kind, "run"):
-        raise ValueError(
-            f"the entry point {name!r} of {_GROUP} names {kind!r}; a dataclass with a method run is needed"
-        )
-    return kind
-
-
-def _installed() -> dict[str, str]:
-    """The commands of the parts that are installed here, as in `COMMANDS`."""
-    return {entry_point.name: entry_point.value for entry_point in entry_points(group=_GROUP)}
+    if name in COMMANDS:
+        module, _, attribute = COMMANDS[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    found = find("commands", name, type[Command])
+    if found is None:
+        raise unknown_name("command", name, [*COMMANDS, *named_by("commands")], "commands")
+    return found
 
 
 def _help() -> str:
     """What `ownloop --help` prints."""
-    commands = {**_installed(), **COMMANDS}
+    commands = {**named_by("commands"), **COMMANDS}
     names = [*COMMANDS, *sorted(commands.keys() - COMMANDS.keys())]
     width = max(map(len, names))
     return "\n".join(
@@ -133,9 +137,10 @@ def _help() -> str:
 def _summary(target: str) -> str:
     """The first line of a command's docstring, read without importing its module; empty if it is not found."""
     module, _, attribute = target.partition(":")
-    spec = importlib.util.find_spec(module)
-    source = Path(spec.origin).read_bytes() if spec and spec.origin and spec.origin.endswith(".py") else b""
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef) and node.name == attribute:
-            return (ast.get_docstring(node) or "").partition("\n")[0]
+    with contextlib.suppress(ImportError, SyntaxError):  # a plug-in may be broken
+        spec = importlib.util.find_spec(module)
+        source = Path(spec.origin).read_bytes() if spec and spec.origin and spec.origin.endswith(".py") else b""
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and node.name == attribute:
+                return (ast.get_docstring(node) or "").partition("\n")[0]
     return ""

@@ -16,15 +16,20 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from controller.commands.command import check_options, from_words, gathered
-from controller.commands.command_line import HELP
-from rl.checks import check_known, errors_of_user_code, how_to_install
+from controller.commands.command_line import HELP, Command
+from controller.runs.observers import Observer
+from rl.algorithms import Algorithms
+from rl.checks import check_known, errors_of_user_code
+from rl.system.hf_config import ModelFamily
+from rl.system.plugins import KINDS, OURS, how_to_install, installed, is_installed, load
 from rl.system.secret_fields import with_hidden_secrets
+from trainer.engine_table import EngineEntry
 
 if TYPE_CHECKING:
     from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
@@ -32,10 +37,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class List:
-    """Lists the recipes and the hardware that each is for; or losses, advantages or optional parts."""
+    """Lists the recipes and the hardware that each is for; or losses, advantages or plug-ins."""
 
-    parts: bool = False
-    """List the optional parts: engines, families, loggers, ways to start hosts, commands. Says what is missing."""
+    plugins: bool = False
+    """List the installed plug-ins, what each brings, and what is missing or broken."""
     losses: bool = False
     """List the losses that `loss` may name: formula, the inputs that each needs, its options, its paper."""
     advantages: bool = False
@@ -43,7 +48,7 @@ class List:
 
     def run(self) -> int:
         """Prints a line per recipe, without importing any of them; or what is asked for instead."""
-        asked = {"parts": _parts, "losses": loss_lines, "advantages": advantage_lines}
+        asked = {"plugins": plugin_lines, "losses": loss_lines, "advantages": advantage_lines}
         if lines := [line for name, list_them in asked.items() if getattr(self, name) for line in list_them()]:
             print(*lines, sep="\n")
             return 0
@@ -56,23 +61,39 @@ class List:
 
 _RECIPES = "configs"
 """The package of recipes, to which plug-ins add theirs."""
-_WITH_PACKAGES = ("engines", "hosts", "loggers")
-"""Groups of parts that may need a package; others are not loaded to be listed, which would take seconds."""
 
 
-def _parts() -> list[str]:
-    """A line per entry point of ownloop: its kind, its name, and whether its packages are there."""
-    lines: list[str] = []
-    groups = ("engines", "families", "hosts", "loggers", "observers", "serving", "losses", "advantages", "commands")
-    for group in groups:
-        kind = {"families": "family", "losses": "loss", "serving": group}.get(group, group.removesuffix("s"))
-        for entry_point in sorted(entry_points(group=f"ownloop.{group}"), key=lambda each: each.name):
-            package = getattr(entry_point.load(), "requires", "") if group in _WITH_PACKAGES else ""
-            missing = package and importlib.util.find_spec(package) is None
-            lines.append(
-                f"{kind:<9} {entry_point.name:<14} {f'needs {how_to_install(package)}' if missing else 'ready'}"
-            )
-    return lines
+def plugin_lines() -> Iterator[str]:
+    """Each installed plug-in, what it brings and what is wrong with it; then those of ours that are not installed."""
+    plugins = installed()
+    for plugin in plugins:
+        yield f"{plugin.name} {plugin.version}"
+        brings = {kind: [e.name for e in plugin.entries if e.group == f"ownloop.{kind}"] for kind in KINDS}
+        brings["recipes"] = OURS.get(plugin.name.removeprefix("ownloop-"), {}).get("recipes", "").split()
+        if not any(brings.values()):
+            brings["package"] = [plugin.name.replace("-", "_")]
+        yield from (f"  {kind:<11} {', '.join(names)}" for kind, names in brings.items() if names)
+        yield from (f"  {fault}" for entry in plugin.entries if (fault := _fault(entry)))
+    if not plugins:
+        yield "no plug-in is installed"
+    if missing := [name for name in OURS if not is_installed(f"ownloop-{name}")]:
+        yield f"not installed: {', '.join(missing)}; {how_to_install('ownloop-NAME')}"
+
+
+def _fault(entry: EntryPoint) -> str:
+    """What keeps a part from working, in a sentence; empty for nothing."""
+    kind = entry.group.removeprefix("ownloop.")
+    wanted = {"algorithms": Algorithms, "commands": type[Command], "engines": EngineEntry, "families": ModelFamily,
+              "observers": type[Observer]}.get(kind)  # fmt: skip
+    if wanted is None:  # to load a part of a generator would take seconds
+        return ""
+    try:
+        package = getattr(load(entry, wanted), "requires", "")
+    except ValueError as error:
+        return str(error)
+    if not package or importlib.util.find_spec(package) is not None:
+        return ""
+    return f"{entry.name!r} needs {package}, which is not installed: {how_to_install(package)}"
 
 
 def loss_lines() -> Iterator[str]:
@@ -112,7 +133,7 @@ def find_recipe(name: str) -> Path:
             raise ValueError(f"there is no recipe file {name}")
         return Path(name)
     files = recipe_files()
-    check_known("recipe", name, files)
+    check_known("recipe", name, files, "recipes")
     return files[name]
 
 

@@ -30,7 +30,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 from weakref import WeakMethod, WeakValueDictionary
 
 from controller.runs.metric_rows import SCHEMA_VERSION, metric_rows
@@ -123,6 +123,11 @@ class RunFolder:
     def logs(self) -> Path:
         """The folder for the output of processes and libraries."""
         return self.path / "logs"
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The run's configuration in JSON types, without secrets."""
+        return read_json(self.path / CONFIG_FILE)
 
     @property
     def checkpoints(self) -> Path:

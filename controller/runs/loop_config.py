@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 from controller.launching.hosts import Hosts
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
-from controller.runs.loggers import check_loggers
+from controller.runs.observers import check_observers
 from generator.config import GeneratorConfig, LoRALimits
 from rl.advantages import Rewards, all_advantages
 from rl.checks import check_above_zero, check_at_least, check_between, check_known, check_types
@@ -93,7 +93,7 @@ class LoopConfig:
         check_between(1, 100_000, num_eval=self.num_eval)  # all are made and kept before the first step
         check_above_zero(restart_window_minutes=self.restart_window_minutes)
         check_between(0, MAX_RUN_SEED, seed=self.seed)  # the seeds of rollouts follow from it
-        check_loggers(self.log)
+        check_observers(self.log)
         self.trainer.check_optimizer(self.optim(self.learning_rate))
         if self.lora is None and self.trainer.lora is not None:
             raise ValueError("trainer.lora is set and lora is None; set `lora`, which trainer and generator follow")
@@ -231,7 +231,7 @@ class GroupLoopConfig(RolloutLoopConfig):
         """Raises ValueError as the base does."""
         RolloutLoopConfig.__post_init__(self)
         check_at_least(2, group_size=self.group_size)
-        check_known("advantage", self.advantage, all_advantages())
+        check_known("advantage", self.advantage, all_advantages(), "advantages")
         get_loss(self.loss, self.loss_config).check_inputs(self.loss_inputs)
 
     @property

@@ -1,18 +1,17 @@
 """The step log of a run: one call per step, one per evaluation, one at the end.
 
-Turns the values of a step into metrics and writes them to the console, `metrics.jsonl`, `rollouts/`, the loggers and
-the observers, which draw curves and write the report.
+Turns the values of a step into metrics and writes them to the console, `metrics.jsonl`, `rollouts/` and the observers
+of plug-ins.
 """
 
 import math
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
 
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
-from controller.runs.loggers import Observer, RunLoggers
 from controller.runs.metric_rows import metric_rows
+from controller.runs.observers import Observers
 from rl.algorithms.metrics import PhaseClock, logprob_mismatch, loss_metrics, num_completion_tokens, rollout_metrics
 from rl.rollouts.evaluation import Evaluation, Interval, Measurement
 from rl.system.timeline import collect_gauges, show_progress_with
@@ -35,17 +34,15 @@ class StepLog:
         best_reward: float = 1.0,
         *,
         log: Sequence[str] = (),
-        config: object = None,
     ) -> None:
         """`total_steps` is the length of the progress bar; no rollout can have more than `best_reward`.
 
-        `log` names loggers to use in addition to the folder; they show `config`. Raises ValueError if one cannot begin.
+        `log` names observers that watch this run and not every one. Raises ValueError if one of them cannot begin.
         """
         self.folder = folder
         self.total_steps = total_steps
         self._console = console
-        self._loggers = RunLoggers(log, folder, config, console.warn)
-        self._observers: list[Observer] = [each.load()(folder) for each in entry_points(group="ownloop.observers")]
+        self._observers = Observers(log, folder, console.warn)
         show_progress_with(console.progress)
         self._take_gauges = collect_gauges()
         self._start = time.monotonic()
@@ -74,8 +71,7 @@ class StepLog:
         for row in metric_rows(self.folder.metrics_file):
             self._count(row)
             last_step = max(last_step, int(row["step"]))
-        for observer in self._observers:
-            observer.resume(last_step)
+        self._observers.each(lambda observer: observer.resume(last_step))
 
     def phase(self, text: str) -> None:
         """Shows the user what the run is doing while there is no step to show."""
@@ -123,8 +119,7 @@ class StepLog:
                 **(metrics or {}),
             },
         )
-        for observer in self._observers:
-            observer.after_step(step, batch, output)
+        self._observers.each(lambda observer: observer.after_step(step, batch, output))
 
     def step_without_signal(
         self, step: int, clock: PhaseClock, groups: Sequence[Group] = (), why: str = EQUAL_REWARDS
@@ -133,8 +128,7 @@ class StepLog:
         self.why_without_signal = why
         self._console.warn(f"step {step} made no update: {why}")
         self._write_step(step, groups, {**(rollout_metrics(groups) if groups else {}), **clock.metrics()})
-        for observer in self._observers:
-            observer.after_step(step)
+        self._observers.each(lambda observer: observer.after_step(step))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Records the reward on held-out problems after a number of steps. Does nothing if there are no problems."""
@@ -148,10 +142,9 @@ class StepLog:
         intervals = {f"{set_}{name}": each for set_, part in sets for name, each in part.intervals.items()}
         self._log_intervals(step, intervals, eval_version=evaluation.version)
         for prefix, part in sets:
-            self._loggers.log_rollouts(step, part.groups, split=f"eval_{prefix}".rstrip("_"))
+            self._observers.log_rollouts(step, part.groups, split=f"eval_{prefix}".rstrip("_"))
             self._warn_of_failures(f"evaluation {prefix}{_label(step)}", part.groups)
-        for observer in self._observers:
-            observer.after_evaluation({"reward": "reward_mean"})
+        self._observers.each(lambda observer: observer.after_evaluation({"reward": "reward_mean"}))
 
     def measurements(self, step: int, measurements: Mapping[str, Measurement]) -> None:
         """Records measurements on held-out data after a number of steps, the most telling first."""
@@ -160,25 +153,23 @@ class StepLog:
         self._last_measurements = measurements
         self._console.measurements(_label(step), measurements)
         self._log_intervals(step, {name: measurement.interval for name, measurement in measurements.items()})
-        for observer in self._observers:
-            observer.after_evaluation({name: name for name in measurements})
+        self._observers.each(lambda observer: observer.after_evaluation({name: name for name in measurements}))
 
     def _log_intervals(self, step: int, intervals: Mapping[str, Interval], **more: float) -> None:
         row = {"step": float(step), **more}
         for name, interval in intervals.items():
             row |= {f"eval_{name}": interval.mean, f"eval_{name}_low": interval.low, f"eval_{name}_high": interval.high}
-        self._loggers.log_metrics(row)
+        self._observers.log_metrics(row)
 
     def finish(self) -> None:
         """Ends the observers, prints three samples and the sentence that says what was achieved.
 
         Blocks until everything is on disk. Raises `RecordingError` if it cannot be written.
         """
-        for observer in self._observers:
-            observer.finish()
+        self._observers.each(lambda observer: observer.finish())
         self.folder.mark_finished()  # before the last flush, which waits for it
         self.folder.flush()
-        self._loggers.close()
+        self._observers.close()
         self._console.samples(self._last_groups[:_NUM_SAMPLES])
         self._console.done(self._summary())
 
@@ -202,8 +193,8 @@ class StepLog:
     def _write_step(self, step: int, groups: Sequence[Group], metrics: dict[str, float]) -> None:
         row = {"step": float(step), **self._take_gauges(), **metrics}
         self._count(row)
-        self._loggers.log_metrics(row)
-        self._loggers.log_rollouts(step, groups)
+        self._observers.log_metrics(row)
+        self._observers.log_rollouts(step, groups)
         self._warn_of_failures(f"step {step}", groups)
         self._console.step(row, self.total_steps)
         self._last_groups = groups

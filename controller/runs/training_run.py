@@ -63,7 +63,7 @@ class Run:
     def __init__(self, config: LoopConfig, folder: RunFolder, console: Console) -> None:
         """`config` says how many steps the run has and when it is saved."""
         best_reward = best_reward_of(getattr(config, "env", None))
-        self._log = StepLog(folder, console, config.num_steps, best_reward=best_reward, log=config.log, config=config)
+        self._log = StepLog(folder, console, config.num_steps, best_reward=best_reward, log=config.log)
         self._config = config
         self._checkpoints: Checkpoints | None = None
         self._step = 0

@@ -9,7 +9,6 @@ import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -46,8 +45,6 @@ def patch_cpu() -> None:
     patch_kv_cache()
     patch_packing()
     patch_sampling()
-    for part in entry_points(group="ownloop.cpu_patches"):
-        part.load()()
     # See `grouped_lora.py` for the reason and the condition for its removal.
     setattr(current_platform, "get_punica_wrapper", lambda: "generator.cpu.grouped_lora.GroupedLoRA")  # noqa: B010
 

@@ -9,14 +9,15 @@ completion.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import entry_points
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rl.algorithms import Algorithms
 from rl.checks import check_between
 from rl.losses.shared import MAX_LOG_RATIO, KLEstimator
+from rl.system.plugins import load_all
 from rl.types import Datum
 
 Rewards = NDArray[np.float64]
@@ -80,14 +81,9 @@ ADVANTAGES: Mapping[str, Callable[[Rewards], Rewards]] = {
 
 
 def all_advantages() -> dict[str, Callable[..., Rewards]]:
-    """All advantage functions by name: `ADVANTAGES`, and the tables of installed parts.
-
-    A part is an entry point of the group `ownloop.advantages` that names such a table.
-    """
-    parts: list[Mapping[str, Callable[..., Rewards]]] = [
-        part.load() for part in entry_points(group="ownloop.advantages")
-    ]
-    return {name: function for table in (*parts, ADVANTAGES) for name, function in table.items()}
+    """All advantage functions by name: `ADVANTAGES`, and the tables of installed plug-ins."""
+    tables = [part.advantages for part in load_all("algorithms", Algorithms).values()]
+    return {name: function for table in (*tables, ADVANTAGES) for name, function in table.items()}
 
 
 def gae(

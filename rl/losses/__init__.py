@@ -5,9 +5,9 @@ model, no batch layout and no rank. It returns a sum over tokens, never a mean; 
 `optim_step`, and can do so after all rollout batches of a step are known: `token_mean`, `constant_length` and
 `sequence_mean` return the `grad_scale`.
 
-To add a loss, write a function in `functions.py` and add a row to `LOSSES`. An installed package adds losses by an
-entry point of the group `ownloop.losses` that names such a table; `published_losses.py` has one. This package imports
-torch only for type checking, because the controller, which checks names and options, does not need it.
+To add a loss, write a function in `functions.py` and add a row to `LOSSES`. A plug-in brings losses as
+`rl.algorithms.Algorithms`. This package imports torch only for type checking, because the controller, which checks
+names and options, does not need it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from rl.algorithms import Algorithms
 from rl.checks import check_at_least, check_known, did_you_mean, errors_of_user_code, is_of, see_working_directory
 from rl.losses.functions import cispo, cross_entropy, dro, gspo, importance_sampling, ppo
 from rl.losses.functions import value as value_loss
@@ -33,6 +33,7 @@ from rl.losses.shared import (
     SharedOptions,
     with_observations,
 )
+from rl.system.plugins import load_all
 from rl.types import MAX_FLOAT32, Datum, Head
 
 if TYPE_CHECKING:
@@ -199,9 +200,9 @@ LOSSES: Mapping[str, Loss] = {
 
 
 def all_losses() -> dict[str, Loss]:
-    """All losses by name: `LOSSES`, and the tables of installed parts."""
-    parts: list[Mapping[str, Loss]] = [part.load() for part in entry_points(group="ownloop.losses")]
-    return {name: loss for table in (*parts, LOSSES) for name, loss in table.items()}
+    """All losses by name: `LOSSES`, and the tables of installed plug-ins."""
+    tables = [part.losses for part in load_all("algorithms", Algorithms).values()]
+    return {name: loss for table in (*tables, LOSSES) for name, loss in table.items()}
 
 
 def get_loss(loss: str | Callable[..., Any] | Loss, config: Mapping[str, Any] | None = None) -> Loss:
@@ -213,7 +214,7 @@ def get_loss(loss: str | Callable[..., Any] | Loss, config: Mapping[str, Any] | 
         found = loss
     elif isinstance(loss, str) and ":" not in loss:
         known = LOSSES if loss in LOSSES else all_losses()
-        check_known("loss", loss, known)
+        check_known("loss", loss, known, "losses")
         found = known[loss]
     else:
         found = custom_loss(loss)

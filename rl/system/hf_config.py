@@ -11,14 +11,13 @@ import functools
 import importlib.util
 import json
 import math
-import sys
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, cast
 
 from rl.system.model_files import INDEX_FILE, SINGLE_FILE, check_head, stored_shapes, weight_files
+from rl.system.plugins import load_all, why_absent
 
 PROVEN_ARCHITECTURES = (
     "Gemma2ForCausalLM",
@@ -34,7 +33,6 @@ PROVEN_ARCHITECTURES = (
     "SmolLM3ForCausalLM",
 )
 """The core's architectures for which tests compare trainer and generator after a pull."""
-_FAMILIES = "ownloop.families"
 _LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 """How transformers names the classes of language models."""
 _STATED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -70,7 +68,7 @@ class VisionParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """A family of models that an optional part brings. An entry point of `ownloop.families` names this row."""
+    """A family of models that a plug-in brings. An entry point of `ownloop.families` names this row."""
 
     architectures: tuple[str, ...]
     """As `config.json` names them; `PROVEN_ARCHITECTURES` are the core's."""
@@ -91,14 +89,22 @@ class ModelFamily:
     """The most ranks of one generator that are proven; None where vLLM's own limits hold."""
     prepare_process: str = ""
     """Of a generator: a function of the architecture's name, called before anything of vLLM is imported."""
+    patch_cpu: str = ""
+    """Of a generator on a CPU: a function that patches vLLM, called before the engine is built."""
     vision: VisionParts | None = None
     """Of a family that reads images; such a model need not be named a language model."""
 
 
 def find_family(config: Mapping[str, Any]) -> ModelFamily | None:
-    """The row of the first architecture that a `config.json` names; None for an architecture of the core."""
-    named: list[str] = config.get("architectures") or [""]
-    return next((family for family in _families(tuple(sys.path)) if named[0] in family.architectures), None)
+    """The row of the first architecture that a `config.json` names; None for one that no installed plug-in has.
+
+    Raises ValueError for one that a plug-in of ours has, saying how to install it.
+    """
+    named: str = (config.get("architectures") or [""])[0]
+    family = next((each for each in load_all("families", ModelFamily).values() if named in each.architectures), None)
+    if family is None and named not in PROVEN_ARCHITECTURES and (reason := why_absent("families", named)):
+        raise ValueError(f"config.json names the architecture {named}; {reason}")
+    return family
 
 
 def vision_of(config: Mapping[str, Any]) -> VisionParts | None:
@@ -114,18 +120,9 @@ def renamed(name: str, beginnings: Mapping[str, str]) -> str:
 
 
 def proven_architectures() -> tuple[str, ...]:
-    """The architectures of the core and of installed optional parts, sorted."""
-    return tuple(sorted({*PROVEN_ARCHITECTURES, *(n for f in _families(tuple(sys.path)) for n in f.architectures)}))
-
-
-@functools.cache  # the search of all packages on the path takes 40 ms, and a plan asks a thousand times
-def _families(_path: tuple[str, ...]) -> tuple[ModelFamily, ...]:
-    families = {entry_point: entry_point.load() for entry_point in entry_points(group=_FAMILIES)}
-    for entry_point, family in families.items():
-        if not isinstance(family, ModelFamily):
-            name = f"the entry point {entry_point.name!r} of {_FAMILIES}"
-            raise ValueError(f"{name} names {family!r}; a ModelFamily is needed")
-    return tuple(families.values())
+    """The architectures of the core and of installed plug-ins, sorted."""
+    families = load_all("families", ModelFamily).values()
+    return tuple(sorted({*PROVEN_ARCHITECTURES, *(name for family in families for name in family.architectures)}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ import importlib
 import re
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from controller.commands.command_line import COMMANDS, CommandEndedError, parse_command
 from controller.commands.recipes import configuration, recipe_files
+from rl.system.plugins import named_by
 from tests.docs.commands import needs_more
 from tests.docs.pages import PAGES, ROOT
 
@@ -23,7 +23,7 @@ _OPTION = re.compile(r"--[a-z][\w.-]*\w")
 @cache
 def options() -> frozenset[str]:
     """Every option that the help of a command or a recipe shows."""
-    parts = [each.name for each in entry_points(group="ownloop.commands")]
+    parts = named_by("commands")
     texts = [_help(parse_command, [name, "--help"]) for name in (*COMMANDS, *parts) if name != "serve"]
     texts += [_help(configuration, recipe, ["--help"], "run") for recipe in recipe_files()]
     if "serve" in parts:

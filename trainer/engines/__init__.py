@@ -1,4 +1,4 @@
-"""Training backends, one folder each. `trainer.engine_table` lists them; `mcore` and `mfsdp` are optional parts."""
+"""Training backends, one folder each. `trainer.engine_table` lists them."""
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING

@@ -63,7 +63,7 @@ class ExpertsConfig:
 class DecoderConfig:
     """The shape of a decoder of the Llama, Qwen2 or Qwen3 family. In Qwen2, queries, keys and values have biases.
 
-    Families of optional parts have subclasses, which say what torchtitan builds, and what is not proven of it.
+    Families of plug-ins have subclasses, which say what torchtitan builds, and what is not proven of it.
     """
 
     spec: ClassVar[str] = "trainer.engines.titan.model.specs:build_spec"

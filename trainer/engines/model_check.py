@@ -10,9 +10,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol
 
-from rl.checks import how_to_install
 from rl.system.hf_config import experts_of, find_family, is_tied, read_config, read_config_file, understanding
 from rl.system.model_files import check_head
+from rl.system.plugins import how_to_install, owner_of
 from rl.types import Head
 from trainer.config import TrainerConfig
 from trainer.engine_table import all_engines, find_engine
@@ -68,8 +68,8 @@ def _checked(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits
         check_head(config.model, tied=is_tied(hf_config))
     if entry.requires and importlib.util.find_spec(entry.requires) is None:
         raise ValueError(
-            f"TrainerConfig.engine is {config.engine!r}, which needs a package that is not installed: "
-            f"{how_to_install(entry.requires)}"
+            f"TrainerConfig.engine is {config.engine!r}, which needs {entry.requires!r}, which is not installed: "
+            f"{how_to_install(owner_of('engines', config.engine))}"
         )
     return replace(limits, experts=experts_of(hf_config))
 

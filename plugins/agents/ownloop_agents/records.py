@@ -9,7 +9,7 @@ from ownloop_agents.splicing import EarlierCall, How
 from rl.types import FinishReason, SamplingParams
 
 SERVING = "agents"
-"""The entry point in `ownloop.serving` of the class that captures."""
+"""The entry point in `ownloop.generators` of the class that captures."""
 RECORD = "ownloop-record "
 """What the event of a stream begins with that is the record, and no event of vLLM's."""
 

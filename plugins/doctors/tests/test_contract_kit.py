@@ -15,6 +15,7 @@ from ownloop_doctors.one_rank import MODEL_CHECKS, STATE_CHECKS, Subject
 from rl.losses import Loss
 from rl.tiny_models import tiny_llama
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
+from tests.made_up_plugin import write_plugin
 from trainer.config import TrainerConfig, parse_layout
 from trainer.engine_table import ENGINES, find_engine
 from trainer.engines import load_engine
@@ -121,7 +122,7 @@ def test_a_name_without_engine_is_a_mistake(name: str, message: str, capfd: pyte
 
 def test_an_engine_without_its_package_is_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs a package that is not installed: .* install -e '\.\[megatron\]'"):
+    with pytest.raises(ValueError, match="'megatron', which is not installed: `pip install ownloop-megatron`"):
         check_engine("megatron", [], tmp_path, print)
 
 
@@ -135,18 +136,13 @@ def test_layouts_are_fields() -> None:
 
 
 def test_an_engine_of_an_installed_package_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    distribution = tmp_path / "mine-1.0.dist-info"
-    distribution.mkdir()
-    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (distribution / "entry_points.txt").write_text("[ownloop.engines]\nmine = mine_entry:ENTRY\nbad = mine_entry:BAD\n")
-    (tmp_path / "mine_entry.py").write_text(
-        "from trainer.engine_table import ENGINES\nENTRY = ENGINES['fsdp2']\nBAD = 'fsdp2'\n"
-    )
+    module = "from trainer.engine_table import ENGINES\nENTRY = ENGINES['fsdp2']\nBAD = 'fsdp2'\n"
+    write_plugin(tmp_path, {"engines.mine": "mine_entry:ENTRY", "engines.bad": "mine_entry:BAD"}, mine_entry=module)
     monkeypatch.syspath_prepend(tmp_path)
     assert find_engine("mine") is ENGINES["fsdp2"]
     config = TrainerConfig(engine="mine", model=tiny_llama(tmp_path / "model"), compute_dtype="float32")
     assert isinstance(load_engine(config), Engine)
-    with pytest.raises(ValueError, match=r"entry point 'bad' of ownloop\.engines names 'fsdp2'; an EngineEntry is"):
+    with pytest.raises(ValueError, match=r"mine 1\.0 .*'bad' of ownloop\.engines .*'fsdp2'.*EngineEntry"):
         find_engine("bad")
     with pytest.raises(ValueError, match=r"engine is 'min', .* did you mean 'mine'"):
         TrainerConfig(engine="min")

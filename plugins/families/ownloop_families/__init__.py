@@ -10,6 +10,7 @@ from typing import Any
 from rl.system.hf_config import ModelFamily
 from trainer.config import TrainerConfig
 
+_ROUTES = "ownloop_families.routes:patch_routes"
 _TORCHVISION = "ownloop_vision.image_prompts:prepare_process"
 
 
@@ -45,6 +46,7 @@ DEEPSEEK_V3 = ModelFamily(
     engines=("fsdp2", "torchtitan"),
     check="ownloop_families:check_routers",
     decoder="ownloop_families.decoders:deepseek_v3",
+    patch_cpu=_ROUTES,
     generator_ranks=1,
 )
 GEMMA4 = ModelFamily(architectures=("Gemma4ForCausalLM",))
@@ -52,18 +54,21 @@ GLM4_MOE = ModelFamily(
     architectures=("Glm4MoeForCausalLM",),
     engines=("fsdp2", "torchtitan"),
     decoder="ownloop_families.decoders:glm4_moe",
+    patch_cpu=_ROUTES,
 )
 GPT_OSS = ModelFamily(
     architectures=("GptOssForCausalLM",),
     engines=("fsdp2", "torchtitan"),
     check="ownloop_families:check_gpt_oss",
     decoder="ownloop_families.decoders:gpt_oss",
+    patch_cpu=_ROUTES,
     generator_ranks=1,
 )
 QWEN3_MOE = ModelFamily(
     architectures=("Qwen3MoeForCausalLM",),
     engines=("torchtitan", "megatron", "fsdp2"),
     decoder="ownloop_families.decoders:qwen3_moe",
+    patch_cpu=_ROUTES,
 )
 QWEN3_5 = ModelFamily(
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
@@ -74,4 +79,5 @@ QWEN3_5 = ModelFamily(
     engine_args={"enable_prefix_caching": False},
     generator_ranks=1,
     prepare_process=_TORCHVISION,
+    patch_cpu=_ROUTES,
 )

@@ -1,8 +1,8 @@
 """Returns the experts that a mixture's layers chose on the CPU: a patch of vLLM 0.32.
 
-An optional part, which `patches.py` finds as an entry point. Nothing is patched when this module is imported. vLLM's
-scheduler and outputs pass routes on, and its connector captures them in each layer, also for cached prompts.
-Only its runner for GPUs, which needs Triton, drives the connector; here the runner for the CPU does:
+The families of mixtures name it. Nothing is patched when this module is imported. vLLM's scheduler and outputs pass
+routes on, and its connector captures them in each layer, also for cached prompts. Only its runner for GPUs, which needs
+Triton, drives the connector; here the runner for the CPU does:
 
     execute_model: connector.begin_step -> layers capture -> prepare_output
     sample_tokens: process_output -> scheduler -> outputs

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from generator.config import GeneratorConfig
 from generator.options import engine_options
 from plugins.families.tests.families import MODELS
-from rl.system.hf_config import find_family, proven_architectures
+from rl.system.hf_config import proven_architectures
 from rl.tiny_models import random_batch, tiny_llama
+from tests.made_up_plugin import write_plugin
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.contract.reference import ReferencePolicy
@@ -46,11 +47,7 @@ ROW = ModelFamily(
 @pytest.fixture
 def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A family of an installed package, a Llama without feed-forward networks, and the directory of a model."""
-    distribution = tmp_path / "quiet-1.0.dist-info"
-    distribution.mkdir()
-    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: quiet\nVersion: 1.0\n")
-    (distribution / "entry_points.txt").write_text("[ownloop.families]\nquiet = quiet:ROW\n")
-    (tmp_path / "quiet.py").write_text(FAMILY)
+    write_plugin(tmp_path, {"families.quiet": "quiet:ROW"}, quiet=FAMILY)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "quiet", raising=False)
     return named(tiny_llama(tmp_path / "model"), "QuietForCausalLM")
@@ -90,12 +87,6 @@ def test_generators_of_several_ranks_are_refused_if_not_proven(tmp_path: Path) -
     GeneratorConfig(model=model, max_model_len=64).check_model()
     with pytest.raises(ValueError, match="tensor_parallel is 2; for GptOssForCausalLM it is proven up to 1"):
         GeneratorConfig(model=model, max_model_len=64, tensor_parallel=2).check_model()
-
-
-def test_an_entry_point_that_names_no_row_is_a_mistake(quiet: Path) -> None:
-    (quiet.parent / "quiet.py").write_text("ROW = 'quiet'")
-    with pytest.raises(ValueError, match=r"entry point 'quiet' of ownloop\.families names 'quiet'; a ModelFamily is"):
-        find_family({"architectures": ["QuietForCausalLM"]})
 
 
 @pytest.mark.parametrize(

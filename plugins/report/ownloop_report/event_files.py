@@ -3,20 +3,23 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from controller.runs.loggers import SAMPLE_COLUMNS, sample_table
+from controller.runs.folder import RunFolder
+from controller.runs.observers import Observer
+from ownloop_report.dashboards import SAMPLE_COLUMNS, sample_table
 from rl.types import Group
 
 
-class EventFiles:
+class EventFiles(Observer):
     """Writes scalars under their metrics' names, and samples as text. A resumed run adds a file."""
 
+    only_named = True
     requires = "tensorboard"
 
-    def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
-        """`run` is the run's folder, and `config` its configuration without secrets."""
+    def __init__(self, folder: RunFolder) -> None:
+        """The files go to the folder `tensorboard` of the run."""
+        super().__init__(folder)
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.plugins.text.summary import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -25,12 +28,12 @@ class EventFiles:
         self._event: Any = getattr(event_pb2, "Event")  # noqa: B009
         self._summary: Any = getattr(summary_pb2, "Summary")  # noqa: B009
         self._text = text_pb
-        self._writer = EventFileWriter(str(run / "tensorboard"))
-        rows = "\n".join(f"| {name} | `{value}` |" for name, value in config.items())
+        self._writer = EventFileWriter(str(folder.path / "tensorboard"))
+        rows = "\n".join(f"| {name} | `{value}` |" for name, value in folder.config.items())
         self._write(0, text_pb("config", f"| field | value |\n|---|---|\n{rows}"))
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        """See `Logger`. TensorBoard draws a value that is not finite as a gap."""
+        """See `Observer`. TensorBoard draws a value that is not finite as a gap."""
         values = [
             self._summary.Value(tag=name, simple_value=value)
             for name, value in metrics.items()
@@ -39,13 +42,13 @@ class EventFiles:
         self._write(int(metrics["step"]), self._summary(value=values))
 
     def log_rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
-        """See `Logger`."""
+        """See `Observer`."""
         lines = [" | ".join(_cell(value) for value in row) for row in (SAMPLE_COLUMNS, *sample_table(groups))]
         table = "\n".join([f"| {lines[0]} |", "|---|---|---|", *(f"| {line} |" for line in lines[1:])])
         self._write(step, self._text(f"samples/{split}", table))
 
     def close(self) -> None:
-        """See `Logger`."""
+        """See `Observer`."""
         self._writer.close()
 
     def _write(self, step: int, summary: Any) -> None:

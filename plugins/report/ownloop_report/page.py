@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.runs.folder import CONFIG_FILE, HOST_FILE, METRICS, ROLLOUTS, RunFolder, state_of
+from controller.runs.observers import Observer
 from ownloop_report.plot import thinned_metrics
 from ownloop_report.samples import (
     Decode,
@@ -221,7 +222,7 @@ def _thinned(points: Sequence[Any]) -> list[Any]:
     return [*points[:-1:stride], points[-1]]
 
 
-class ReportWriter:
+class ReportWriter(Observer):
     """Keeps a run's `report.html` and `timeline.json` up to date while it runs, at less than 1 % of its time."""
 
     def __init__(
@@ -236,7 +237,7 @@ class ReportWriter:
 
         `monotonic` and `thread_time` return seconds as the functions of `time` do; `write` writes the page.
         """
-        self._folder = folder
+        super().__init__(folder)
         self._monotonic, self._thread_time, self._write = monotonic, thread_time, write
         host = {"hardware": describe_host(), "versions": describe_software()}
         folder.in_background(partial(write_json, folder.path / HOST_FILE, host))
@@ -244,17 +245,13 @@ class ReportWriter:
         self._timeline.activate()
         self._samples = TokenSamples(folder.path, 0)
         self._num_steps = 0
-        folder.loop_end.call(self.stop)
         self._last: tuple[int, Sequence[Datum], ForwardBackwardOutput] | None = None
         self._page_due_at = self._monotonic() + _SECONDS_BETWEEN
         self._timeline_due_at = self._monotonic() + _TIMELINE_SECONDS_BETWEEN
 
     def resume(self, last_step: int) -> None:
         """The run continues after `last_step`."""
-        self._samples = TokenSamples(self._folder.path, last_step)
-
-    def after_evaluation(self, measured: Mapping[str, str]) -> None:
-        """The next page shows it."""
+        self._samples = TokenSamples(self.folder.path, last_step)
 
     def after_step(self, step: int, batch: Sequence[Datum] = (), output: ForwardBackwardOutput | None = None) -> None:
         """Writes the files in the background if they are due.
@@ -267,17 +264,17 @@ class ReportWriter:
         if now >= self._page_due_at:
             self._page_due_at = float("inf")  # until it is written
             self._add_samples()
-            self._folder.in_background(self._write_page)
+            self.folder.in_background(self._write_page)
         elif now >= self._timeline_due_at:
             self._timeline_due_at = now + _TIMELINE_SECONDS_BETWEEN
-            self._folder.in_background(self._timeline.write)
+            self.folder.in_background(self._timeline.write)
 
     def finish(self) -> None:
         """Writes the files of a run that is over, in the background."""
         self._write_last_page("finished")
 
-    def stop(self) -> None:
-        """Writes the files of a run that was stopped early, if it has done a step."""
+    def close(self) -> None:
+        """Writes the files of a run that was stopped early or has failed, if it has done a step."""
         if self._num_steps:
             with contextlib.suppress(RecordingError):  # which has ended the run
                 self._write_last_page("stopped")
@@ -285,7 +282,7 @@ class ReportWriter:
     def _write_last_page(self, state: str) -> None:
         self._num_steps = 0
         self._add_samples()
-        self._folder.in_background(lambda: self._write_page(state=state))
+        self.folder.in_background(lambda: self._write_page(state=state))
 
     def _add_samples(self) -> None:
         """Keeps some answers of the last step with an update."""
@@ -299,7 +296,7 @@ class ReportWriter:
         try:
             self._timeline.write()
             self._samples.write()
-            self._write(self._folder.path, decoder_of(self._folder.path), self._folder.command, state=state)
+            self._write(self.folder.path, decoder_of(self.folder.path), self.folder.command, state=state)
         except RecordingError:  # a full disk is the run's problem, and not the page's
             raise
         except Exception:

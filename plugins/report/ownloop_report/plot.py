@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from controller.runs.folder import RunFolder
 from controller.runs.metric_rows import Row, metric_rows
+from controller.runs.observers import Observer
 from ownloop_report.comparison import t_quantile
 from rl.system.disk import write_whole
 from rl.system.hardware import hand_back_garbage
-from rl.types import Datum, ForwardBackwardOutput
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,39 +30,33 @@ _EVAL = "#cc3311"
 _LAST = 100
 
 
-class CurveDrawer:
+class CurveDrawer(Observer):
     """Draws the held-out metrics of a run as `reward.png` and the like in its folder, while it runs and at its end.
 
-    An `Observer`. Draws in the background, since it takes most of a second.
+    Draws in the background, since it takes most of a second.
     """
 
     def __init__(self, folder: RunFolder, *, seconds_between: float = 30.0) -> None:
         """Draws after an evaluation, but at most once in `seconds_between`, and at the end."""
+        super().__init__(folder)
         self.seconds_between = seconds_between
-        self._folder = folder
         self._curves: dict[str, str] = {}
         self._drawn_at = -math.inf
-
-    def resume(self, last_step: int) -> None:
-        """Nothing was drawn yet."""
 
     def after_evaluation(self, measured: Mapping[str, str]) -> None:
         """Draws these metrics, each with its metric in training, if it is time."""
         self._curves.update(measured)
         if time.monotonic() - self._drawn_at >= self.seconds_between:
             self._drawn_at = time.monotonic()
-            self._folder.in_background(self._draw)
-
-    def after_step(self, step: int, batch: Sequence[Datum] = (), output: ForwardBackwardOutput | None = None) -> None:
-        """Only evaluations change a held-out metric."""
+            self.folder.in_background(self._draw)
 
     def finish(self) -> None:
         """Draws all curves."""
-        self._folder.in_background(self._draw)
+        self.folder.in_background(self._draw)
 
     def _draw(self) -> None:
-        folder = self._folder.path
-        metrics = thinned_metrics(self._folder.metrics_file) if self._curves else []
+        folder = self.folder.path
+        metrics = thinned_metrics(self.folder.metrics_file) if self._curves else []
         for name, training in [*self._curves.items()]:
             plot_curve(metrics, folder / f"{name}.png", folder.name, name=name, training=training)
         hand_back_garbage()  # a drawing of matplotlib is megabytes of cycles

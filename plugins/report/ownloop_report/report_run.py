@@ -1,4 +1,4 @@
-"""`ownloop report`: the page of a run. It belongs to the optional part `controller/runs/report/`."""
+"""`ownloop report`: the page of a run."""
 
 from dataclasses import dataclass
 from pathlib import Path

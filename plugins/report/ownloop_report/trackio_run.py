@@ -3,26 +3,29 @@
 import math
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-from controller.runs.loggers import SAMPLE_COLUMNS, run_id, sample_table
+from controller.runs.folder import RunFolder
+from controller.runs.observers import Observer
+from ownloop_report.dashboards import SAMPLE_COLUMNS, run_id, sample_table
 from rl.types import Group
 
 
-class TrackioRun:
+class TrackioRun(Observer):
     """Logs metrics by their steps, and the samples of evaluations as tables."""
 
+    only_named = True
     requires = "trackio"
 
-    def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
-        """`run` is the run's folder, and `config` its configuration without secrets."""
+    def __init__(self, folder: RunFolder) -> None:
+        """The run has an id of its own there."""
+        super().__init__(folder)
         trackio: Any = import_module("trackio")  # where it is not installed, type checkers know nothing of it
         self._table: Any = trackio.Table
         self._run: Any = trackio.init(
             project="ownloop",
-            name=f"{run.name}-{run_id(run)}",  # trackio knows runs by their names
-            config=dict(config),
+            name=f"{folder.path.name}-{run_id(folder.path)}",  # trackio knows runs by their names
+            config=dict(folder.config),
             resume="allow",
             embed=False,
             auto_log_gpu=False,
@@ -30,16 +33,16 @@ class TrackioRun:
         )
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        """See `Logger`. Its database holds finite values only."""
+        """See `Observer`. Its database holds finite values only."""
         finite = {name: value for name, value in metrics.items() if name != "step" and math.isfinite(value)}
         self._run.log(finite, step=int(metrics["step"]))
 
     def log_rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
-        """See `Logger`."""
+        """See `Observer`."""
         if split != "train":
             table = self._table(columns=[*SAMPLE_COLUMNS], data=[[*row] for row in sample_table(groups)])
             self._run.log({f"samples/{split}": table}, step=step)
 
     def close(self) -> None:
-        """See `Logger`."""
+        """See `Observer`."""
         self._run.finish()

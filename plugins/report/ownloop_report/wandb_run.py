@@ -6,25 +6,25 @@ WANDB_MODE=offline, after which `wandb sync` sends what is in the run's folder `
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from controller.runs.loggers import SAMPLE_COLUMNS, run_id, sample_table
+from controller.runs.folder import RunFolder
+from controller.runs.observers import Observer
+from ownloop_report.dashboards import SAMPLE_COLUMNS, run_id, sample_table
 from rl.types import Group
 
 _OFFLINE = ("offline", "dryrun", "disabled")
 
 
-class WandbRun:
+class WandbRun(Observer):
     """Logs metrics against `step`, and samples as tables."""
 
+    only_named = True
     requires = "wandb"
 
-    def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
-        """`run` is the run's folder, and `config` its configuration without secrets.
-
-        Raises ValueError without a login, and if the service does not answer.
-        """
+    def __init__(self, folder: RunFolder) -> None:
+        """Raises ValueError without a login, and if the service does not answer."""
+        super().__init__(folder)
         import wandb
         from wandb.errors import Error
 
@@ -36,11 +36,11 @@ class WandbRun:
         try:
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "ownloop"),
-                name=run.name,
-                id=run_id(run),
+                name=folder.path.name,
+                id=run_id(folder.path),
                 resume="allow",
-                dir=run,
-                config=dict(config),
+                dir=folder.path,
+                config=dict(folder.config),
                 settings=wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True),
             )
         except Error as error:
@@ -51,18 +51,18 @@ class WandbRun:
         self._run.define_metric("*", step_metric="step")
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        """See `Logger`."""
+        """See `Observer`."""
         self._run.log(dict(metrics))
 
     def log_rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
-        """See `Logger`. Keeps evaluations only: each table is a file, which is too much for every step."""
+        """See `Observer`. Keeps evaluations only: each table is a file, which is too much for every step."""
         if split == "train":
             return
         table = self._table(columns=[*SAMPLE_COLUMNS], data=[[*row] for row in sample_table(groups)])
         self._run.log({f"samples/{split}": table, "step": step})
 
     def close(self) -> None:
-        """See `Logger`."""
+        """See `Observer`."""
         self._run.finish()
 
 

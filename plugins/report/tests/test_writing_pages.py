@@ -74,7 +74,7 @@ def test_the_page_and_the_timeline_are_written_during_the_run(tmp_path: Path) ->
     assert '"state": "finished"' in page.read_text()
     live.after_step(3)  # as in a run that continues and is then stopped
     ReportWriter(folder)  # one that has done no step writes nothing
-    folder.loop_end.call(live.stop)
+    folder.loop_end.call(live.close)
     folder.loop_end.has_come()
     folder.flush()
     assert '"state": "stopped"' in page.read_text()

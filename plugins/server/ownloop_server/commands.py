@@ -16,7 +16,7 @@ from controller.commands.export_run import logs_of_export
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import finish
 from controller.commands.recipes import override
-from rl.checks import how_to_install
+from rl.system.plugins import how_to_install
 
 if TYPE_CHECKING:
     from ownloop_server.config import ServeConfig
@@ -95,7 +95,7 @@ def _check_installed(what: str) -> None:
     """Raises ValueError, saying how to install them, if packages of the server are missing."""
     # `find_spec` imports nothing, so the check is quick
     if not all(importlib.util.find_spec(package) for package in ("tinker", "sqlalchemy", "zstandard")):
-        raise ValueError(f"{what} needs packages that are not installed: {how_to_install('tinker')}")
+        raise ValueError(f"{what} needs packages that are not installed: {how_to_install('ownloop-server')}")
 
 
 @dataclass(frozen=True, kw_only=True)

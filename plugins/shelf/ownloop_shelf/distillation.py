@@ -8,7 +8,7 @@
 
 A teacher is another model, or the student itself with a hint: self-distillation, as in OPSD (the right answer,
 https://arxiv.org/abs/2601.18734), SDFT (https://arxiv.org/abs/2601.19897) and SDPO (an answer of the group that did
-better, https://arxiv.org/abs/2601.20802). An optional part, whose loop is `distill.py`.
+better, https://arxiv.org/abs/2601.20802). The loop is `distill.py`.
 
 Legend: D datums, T positions of one, N scored ones, K words of a position; q the student's log-prob when it sampled a
 token, f the teacher's.

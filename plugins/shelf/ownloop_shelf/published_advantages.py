@@ -1,8 +1,7 @@
-"""Advantages of recent papers, each a function beside its citation. An optional part.
+"""Advantages of recent papers, each a function beside its citation.
 
-An entry point of the group `ownloop.advantages` names `ADVANTAGES`, so a recipe's `advantage` finds the functions of
-one group. The others are for scripts: they need more than the rewards of one group. Legend: G rollouts of a group, K
-rewards of a rollout.
+`published.py` holds `ADVANTAGES`, so a recipe's `advantage` finds the functions of one group. The others
+are for scripts: they need more than the rewards of one group. Legend: G rollouts of a group, K rewards of a rollout.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,8 @@
-"""Policy losses of recent papers, each a function of one page beside its citation. An optional part.
+"""Policy losses of recent papers, each a function of one page beside its citation.
 
-An entry point of the group `ownloop.losses` names `LOSSES`, so `--loss NAME` and `get_loss` find them. The legend is
-that of `functions.py`: S scored positions, p, q, r = exp(p - q), A and w. W = exp(sum over the sequence of p - q) is
-the ratio of a whole sequence. A mean over sequences needs the normaliser `sequence_mean`, as with `gspo`.
+`published.py` holds them, so that `--loss NAME` and `get_loss` find them. The legend is that of `functions.py`:
+S scored positions, p, q, r = exp(p - q), A and w. W = exp(sum over the sequence of p - q) is the ratio of a whole
+sequence. A mean over sequences needs the normaliser `sequence_mean`, as with `gspo`.
 """
 
 from __future__ import annotations

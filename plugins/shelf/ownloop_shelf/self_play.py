@@ -5,8 +5,8 @@
                             +----------------------------------------------------------------------------+
 
 Each role sees the match as an episode of its own: its moves are its completions, and the moves of others come as
-messages. So a match gives one rollout for each role, of exactly the tokens that its policy read and sampled. An
-optional part; `plugins/shelf/examples/self_play.py` trains two adapters with it.
+messages. So a match gives one rollout for each role, of exactly the tokens that its policy read and sampled.
+`plugins/shelf/examples/self_play.py` trains two adapters with it.
 """
 
 import asyncio

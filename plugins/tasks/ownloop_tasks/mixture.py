@@ -1,4 +1,4 @@
-"""Several environments in one run, each with a weight that may follow a curriculum. An optional part.
+"""Several environments in one run, each with a weight that may follow a curriculum.
 
     env=Mixture(
         easy=Task(LargestNumber(count=2), weight=Ramp(((0, 1.0), (200, 0.2)))),

@@ -82,6 +82,7 @@ GEMMA3 = ModelFamily(
     # The CPU computes a prompt with images in one step; see image_attention.py.
     engine_args={**QWEN3_VL.engine_args, "limit_mm_per_prompt": {}, "enable_prefix_caching": False},
     prepare_process=_TORCHVISION,
+    patch_cpu="ownloop_vision.image_attention:patch_image_attention",
     vision=VisionParts(
         renderer="ownloop_vision.gemma_images:GemmaImages",
         hidden="ownloop_vision.gemma3_images:hidden",

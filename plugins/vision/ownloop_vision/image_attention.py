@@ -1,9 +1,9 @@
 """Has an image's tokens attend to each other in both directions on the CPU, as Gemma 3 wants: a patch of vLLM 0.32.
 
-An optional part, which `patches.py` finds as an entry point. Nothing is patched when this module is imported. vLLM's
-backends for GPUs do this by themselves. The one for the CPU knows no such mask and computes another model, without an
-error. Here its output for an image's tokens is computed again, in plain PyTorch, from the keys of the same step: so
-a prompt must be computed in one step, without a prefix from the cache.
+The family of Gemma 3 names it. Nothing is patched when this module is imported. vLLM's backends for GPUs do this by
+themselves. The one for the CPU knows no such mask and computes another model, without an error. Here its output for an
+image's tokens is computed again, in plain PyTorch, from the keys of the same step: so a prompt must be computed in one
+step, without a prefix from the cache.
 
 Legend: N tokens of the step, Q of an image, K of the image and of what is before it.
 """

@@ -1,8 +1,8 @@
 """Hands vLLM prompts with images as they are: its engine reads exactly the tokens and patches that a trainer scores.
 
 vLLM would render such prompts itself, and count an image's tokens again. Here it is given tokens and patches of the
-family's `ImageRenderer`, for chats of its endpoints, too. An optional part: `ModelFamily.vision` names its functions.
-They import vLLM only when they are called.
+family's `ImageRenderer`, for chats of its endpoints, too. `ModelFamily.vision` names its functions. They
+import vLLM only when they are called.
 
 vLLM's code of such models and of Qwen3.5 imports torchvision. The package registry's is built for CUDA: beside torch's
 CPU build its operators do not load, and its import fails because it registers fakes for two that are missing, which

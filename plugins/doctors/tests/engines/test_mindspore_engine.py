@@ -37,6 +37,7 @@ from ownloop_doctors.one_rank import (
 from rl.data.sources import JsonlExamples
 from rl.losses import LossInputs, get_loss
 from rl.tiny_models import critic_batch, random_batch, tiny_critic, tiny_llama, tiny_qwen2, tiny_qwen3
+from tests.made_up_plugin import write_plugin
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
@@ -148,12 +149,8 @@ def test_its_memory_counts_and_its_end_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("in_process")
 def test_a_loop_trains_as_with_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "site" / "mine-1.0.dist-info"
-    package.mkdir(parents=True)
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    row = "examples.engines.mindspore_engine.row:ROW"
-    (package / "entry_points.txt").write_text(f"[ownloop.engines]\nmindspore = {row}\n")
-    monkeypatch.syspath_prepend(package.parent)
+    write_plugin(tmp_path / "site", {"engines.mindspore": "examples.engines.mindspore_engine.row:ROW"})
+    monkeypatch.syspath_prepend(tmp_path / "site")
     data = tmp_path / "data.jsonl"
     rows = [{"prompt": f"w{n} w{n + 9}", "completion": f"w{n + 1} w{n + 1}"} for n in range(10, 40)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

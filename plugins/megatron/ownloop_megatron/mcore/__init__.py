@@ -1,4 +1,4 @@
-"""The engine `megatron`, on Megatron-core. An optional part: only an entry point names its row."""
+"""The engine `megatron`, on Megatron-core. Only an entry point names its row."""
 
 from trainer.engine_table import EngineEntry
 

@@ -1,4 +1,4 @@
-"""The engine `megatron_fsdp`, on Megatron-FSDP. An optional part: only an entry point names its row."""
+"""The engine `megatron_fsdp`, on Megatron-FSDP. Only an entry point names its row."""
 
 from trainer.engine_table import EngineEntry
 
