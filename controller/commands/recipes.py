@@ -27,7 +27,7 @@ from controller.runs.observers import Observer
 from rl.algorithms import Algorithms
 from rl.checks import check_known, errors_of_user_code
 from rl.system.hf_config import ModelFamily
-from rl.system.plugins import KINDS, OURS, how_to_install, installed, is_installed, load
+from rl.system.plugins import KINDS, OURS, Plugin, how_to_install, installed, is_installed, load
 from rl.system.secret_fields import with_hidden_secrets
 from trainer.engine_table import EngineEntry
 
@@ -57,10 +57,6 @@ class List:
         for name, file in files.items():
             print(f"{name:<{width}}  {describe(file)}")
         return 0
-
-
-_RECIPES = "configs"
-"""The package of recipes, to which plug-ins add theirs."""
 
 
 def plugin_lines() -> Iterator[str]:
@@ -120,10 +116,22 @@ def advantage_lines() -> Iterator[str]:
 
 
 def recipe_files() -> dict[str, Path]:
-    """Name -> file of every recipe in `configs/`, sorted by name."""
-    folders = map(Path, importlib.import_module(_RECIPES).__path__)
+    """Name -> file of every recipe of the core and of installed plug-ins, sorted by name.
+
+    A plug-in has its recipes in a folder `configs` beside its package. No `configs` is imported: a package of another
+    project may have that name.
+    """
+    packages = {Path(__file__).parents[1], *(path for plugin in installed() for path in _packages_of(plugin))}
+    folders = {path.with_name("configs") for path in packages}
     files = (file for folder in folders for file in folder.glob("*.py") if not file.name.startswith("_"))
     return {file.stem: file for file in sorted(files)}
+
+
+def _packages_of(plugin: Plugin) -> Iterator[Path]:
+    """The folders of the packages that a plug-in's entry points are in, and of the one that is named as it is."""
+    for name in {plugin.name.replace("-", "_"), *(entry.module.partition(".")[0] for entry in plugin.entries)}:
+        spec = importlib.util.find_spec(name)
+        yield from map(Path, (spec.submodule_search_locations or ()) if spec else ())
 
 
 def find_recipe(name: str) -> Path:

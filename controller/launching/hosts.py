@@ -11,13 +11,13 @@ it gets where each mesh runs. A cluster that leaves a mesh to the controller's h
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from controller.processes.place import Place
 from generator.config import GeneratorConfig
 from rl.checks import did_you_mean
+from rl.system.plugins import find, named_by, why_absent
 from trainer.config import TrainerConfig
 
 if TYPE_CHECKING:  # the import would load torch and Monarch
@@ -27,7 +27,6 @@ Tell = Callable[[str], None]
 """Called with a short message during slow work."""
 
 METAVAR = "ROLE=HOST:PORT,... | ssh ROLE=HOST,... | slurm ROLE=NODES ... | kubernetes ROLE=PODS ... image=IMAGE | none"
-_GROUP = "ownloop.hosts"
 _NONE = "none"
 _RUNNING = "workers"  # the kind of hosts that is meant where no word names one
 
@@ -116,11 +115,12 @@ def parse_hosts(words: Sequence[str]) -> Hosts | None:
     if list(words) == [_NONE]:
         return None
     kind, rest = (words[0], words[1:]) if words and "=" not in words[0] else (_RUNNING, words)
-    kinds = {entry_point.name: entry_point for entry_point in entry_points(group=_GROUP)}
-    if kind in kinds:
-        return kinds[kind].load().from_words(kind, rest)
-    if _RUNNING not in kinds:
-        raise ValueError(f"--hosts is {' '.join(words)!r}, and other hosts need a plug-in: pip install ownloop-hosts")
+    found: type[Any] | None = find("hosts", kind, type)
+    if found is not None:
+        return found.from_words(kind, rest)
+    if reason := why_absent("hosts", kind):
+        raise ValueError(f"--hosts is {' '.join(words)!r}; {reason}")
     raise ValueError(
-        f"--hosts {kind!r} is neither ROLE=HOST:PORT nor a way to start workers{did_you_mean(kind, (*kinds, _NONE))}"
+        f"--hosts {kind!r} is neither ROLE=HOST:PORT nor a way to start workers"
+        f"{did_you_mean(kind, (*named_by('hosts'), _NONE))}"
     )

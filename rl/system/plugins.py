@@ -27,7 +27,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
     },
     "hosts": {
         "commands": "certs doctor hosts worker",
-        "hosts": "kubernetes slurm ssh",
+        "hosts": "kubernetes slurm ssh workers",
         "transports": "nccl network",
     },
     "megatron": {"engines": "megatron megatron_fsdp"},

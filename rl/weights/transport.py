@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from rl.checks import unknown_name
+from rl.system.plugins import named_by
 
 if TYPE_CHECKING:  # they load torch
     import asyncio
@@ -27,22 +29,20 @@ TRANSPORTS: Mapping[str, str] = {
     "torchstore": "rl.weights.store_transport:StoreTransport",
 }
 """The transports of the core by name, as "module:class"."""
-_GROUP = "ownloop.transports"
 
 
 @cache
 def transports() -> Mapping[str, str]:
     """Every transport by name, as "module:class". `auto` takes the first that suits and can carry the weights."""
     *preferred, last = TRANSPORTS.items()
-    return dict((*preferred, *((each.name, each.value) for each in entry_points(group=_GROUP)), last))
+    return dict((*preferred, *named_by("transports").items(), last))
 
 
 def check_transport(name: str, transport: str) -> None:
     """Raises ValueError, with the `name` of what holds it, unless a transport is "auto" or one that there is."""
     known = ("auto", *transports())
     if transport not in known:
-        lacks_plugin = "" if "network" in known else "; a plug-in has those between hosts: pip install ownloop-hosts"
-        raise ValueError(f"{name} is {transport!r}, which is not known; known: {', '.join(known)}{lacks_plugin}")
+        raise unknown_name(name, transport, known, "transports")
 
 
 @dataclass(frozen=True, slots=True)

@@ -298,7 +298,7 @@ def test_torchstore_keeps_two_versions() -> None:
 
 
 def test_an_unknown_transport_is_named() -> None:
-    with pytest.raises(ValueError, match="'rdma', which is not known; known: auto, gpu_memory, shared_memory, "):
+    with pytest.raises(ValueError, match="'rdma', which is not known; known: auto, gpu_memory, "):
         WeightPublisher(torch.float32, "rdma")
 
 

@@ -1,4 +1,4 @@
-"""The commands of the plug-in: their arguments, and what `ownloop list --parts` says of its hosts."""
+"""The commands of the plug-in: their arguments."""
 
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,3 @@ def test_a_command_explains_its_arguments(command: str, capfd: pytest.CaptureFix
     assert (stop.value.code, output.err) == (0, "")
     assert output.out.startswith(f"usage: ownloop {command} ")
     assert " (default: " in output.out
-
-
-def test_ways_to_start_hosts_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
-    assert parse_command(["list", "--parts"]).run() == 0
-    lines = {tuple(line.split()[:2]) for line in capfd.readouterr().out.splitlines()}
-    assert lines >= {("host", name) for name in ("workers", "ssh", "slurm", "kubernetes")}
