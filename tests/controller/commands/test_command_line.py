@@ -1,6 +1,5 @@
 """How words become a command: its own arguments, a recipe's fields, mistakes, and commands of installed parts."""
 
-import importlib.util
 import platform
 import re
 import subprocess
@@ -13,12 +12,10 @@ import pytest
 
 from controller.commands.chat_and_eval import Chat, Eval
 from controller.commands.cli import main
-from controller.commands.command_line import parse_command
+from controller.commands.command_line import COMMANDS, parse_command
 from controller.commands.export_run import Export
 from controller.commands.run import Run
 from controller.commands.show import Show
-from ownloop_doctors.check_parts import CheckEngine
-from ownloop_server.commands import ExportTinker, Key, Serve
 from tests.controller.commands.test_cli import ownloop
 from tests.controller.commands.test_run import refused
 from tests.waiting import LIMIT_S
@@ -38,14 +35,7 @@ from tests.waiting import LIMIT_S
         ("chat m --temperature 0 --max-len 3", Chat(model="m", temperature=0.0, fields=("--max-len", "3"))),
         ("eval m --step 2 a --model x", Eval(model="m", recipe="a", step=2, fields=("--model", "x"))),
         ("export b --to=c --log wandb", Export(name="b", to=Path("c"), fields=("--log", "wandb"))),
-        (
-            "export --adapter tinker://r/weights/a --folder g",
-            ExportTinker(path="tinker://r/weights/a", folder=Path("g"), adapter=True),
-        ),
         ("show a --runs r --seed -1", Show(recipe="a", runs=Path("r"), fields=("--seed", "-1"))),
-        ("serve --model a --help", Serve(fields=("--model", "a", "--help"))),
-        ("key add ann --operator", Key(action="add", name="ann", operator=True)),
-        ("check-engine e --layout a=1 --layout b=2", CheckEngine(engine="e", layout=("a=1", "b=2"))),
     ],
 )
 def test_words_become_a_command(words: str, command: Any) -> None:
@@ -64,9 +54,6 @@ def test_words_become_a_command(words: str, command: Any) -> None:
         (["chat", "m", "--step"], "--step needs a value"),
         (["list", "--losses=yes"], "--losses takes no value"),
         (["eval", "m"], "RECIPE is missing; see ownloop eval --help"),
-        (["key", "ad"], "action is 'ad', which is not known; known: 'add', 'list', 'revoke'"),
-        (["key", "add"], "ownloop key add needs the user's NAME"),
-        (["compare"], "compare was given no run; it needs at least two"),
         (["runs", "--rans", "x"], "unknown option --rans; did you mean '--runs'?"),
         (["run", "a", "--at", "3"], "--at is for --resume and --fork; a recipe is run from its beginning"),
         (["run", "--resume", "a", "--name", "b"], "--name is for a new run; --resume continues in the folder of a"),
@@ -75,18 +62,23 @@ def test_words_become_a_command(words: str, command: Any) -> None:
     ],
 )
 def test_a_mistake_is_one_sentence(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert_one_sentence(words, message, capfd)
+
+
+def assert_one_sentence(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The command is refused in one line that begins so."""
     error = refused(capfd, *words)
     assert error.startswith(f"error: {message}")
     assert error.count("\n") == 1
 
 
-def test_a_long_path_is_not_cut_in_two(capfd: pytest.CaptureFixture[str]) -> None:
-    path = f"{'folder/' * 30}curves.pdf"
-    assert f"--plot is {path}; " in refused(capfd, "compare", "a", "b", "--plot", path)
-
-
-@pytest.mark.parametrize("command", "sweep eval chat export runs report key".split())
+@pytest.mark.parametrize("command", "eval chat export runs".split())
 def test_a_command_explains_its_arguments(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert_explains_its_arguments(command, capfd)
+
+
+def assert_explains_its_arguments(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """With `--help`, on standard output, with defaults."""
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
     output = capfd.readouterr()
@@ -159,14 +151,21 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert result.returncode == 0, result.stderr
     rows = result.stdout.partition("commands:\n")[2].partition("\n\n")[0].splitlines()
-    assert {"run", "serve", "key"} <= {row.split()[0] for row in rows}
+    assert {*COMMANDS} <= {row.split()[0] for row in rows}
     assert all(len(row.split()) > 2 and row.endswith(".") for row in rows), "each has a summary"
 
 
-def test_parts_are_listed_with_what_they_need(capfd: pytest.CaptureFixture[str]) -> None:
-    assert parse_command(["list", "--parts"]).run() == 0
-    lines = {tuple(line.split()[:2]): line for line in capfd.readouterr().out.splitlines()}
-    assert lines.keys() >= {("engine", "megatron"), ("logger", "wandb"), ("loss", "published")}
-    for extra, part in (("trackio", ("logger", "trackio")), ("tensorboard", ("logger", "tensorboard"))):
-        installed = importlib.util.find_spec(extra) is not None
-        assert lines[part].endswith(" ready") if installed else f"'.[{extra}]'" in lines[part]
+@pytest.mark.seconds
+def test_parts_are_listed_with_what_they_need(tmp_path: Path) -> None:
+    loggers = "\n".join(
+        f"class {name}:\n    requires = {package!r}" for name, package in (("A", "json"), ("B", "gone"))
+    )
+    (tmp_path / "part.py").write_text(loggers)
+    (tmp_path / "part-1.dist-info").mkdir()
+    (tmp_path / "part-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: part\nVersion: 1\n")
+    entry_points = "[ownloop.loggers]\nhere = part:A\nmissing = part:B\n"
+    (tmp_path / "part-1.dist-info" / "entry_points.txt").write_text(entry_points)
+    result = ownloop(tmp_path, "list", "--parts")
+    lines = {tuple(line.split()[:2]): line for line in result.stdout.splitlines()}
+    assert lines["logger", "here"].endswith(" ready")
+    assert "'.[gone]'" in lines["logger", "missing"]

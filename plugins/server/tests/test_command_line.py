@@ -1,0 +1,40 @@
+"""The commands that this plug-in brings, as words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.commands.command_line import parse_command
+from ownloop_server.commands import ExportTinker, Key, Serve
+from tests.controller.commands.test_command_line import assert_explains_its_arguments, assert_one_sentence
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (
+            "export --adapter tinker://r/weights/a --folder g",
+            ExportTinker(path="tinker://r/weights/a", folder=Path("g"), adapter=True),
+        ),
+        ("serve --model a --help", Serve(fields=("--model", "a", "--help"))),
+        ("key add ann --operator", Key(action="add", name="ann", operator=True)),
+    ],
+)
+def test_words_become_a_command(words: str, command: Any) -> None:
+    assert parse_command(words.split()) == command
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["key", "ad"], "action is 'ad', which is not known; known: 'add', 'list', 'revoke'"),
+        (["key", "add"], "ownloop key add needs the user's NAME"),
+    ],
+)
+def test_a_mistake_is_one_sentence(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert_one_sentence(words, message, capfd)
+
+
+def test_a_command_explains_its_arguments(capfd: pytest.CaptureFixture[str]) -> None:
+    assert_explains_its_arguments("key", capfd)
