@@ -28,6 +28,8 @@ BENCHMARKS = (
     "growth",
     "trainer_throughput",
     "layouts",
+    "layouts_of_families",
+    "layouts_of_megatron",
     "split_invariance",
     "async_speedup",
     "recording",

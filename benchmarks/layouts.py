@@ -2,17 +2,14 @@
 
     python -m benchmarks.layouts [--quick | --smoke] [--only NAME ...]
 
-The engine is torchtitan, and where it is installed megatron as well, which is compared with one rank of torchtitan.
-Families of models (`trainer/families/`) run on torchtitan or fsdp2, and are compared with one rank of fsdp2, which
-computes transformers' own model. Tiny random models in float32 see datums of very different lengths in two calls that
-accumulate. Bar: the worst relative error of any gradient tensor of any layout is at most 1e-5; for parameters that make
-the decays of gated delta rules, of whose gradients float32 itself is 2e-5 from float64, 1e-4. `--quick` runs four
-layouts of two ranks, `--smoke` one.
+Tiny random models in float32 see datums of very different lengths in two calls that accumulate. Bar: the worst relative
+error of any gradient tensor of any layout is at most 1e-5; for parameters that make the decays of gated delta rules, of
+whose gradients float32 itself is 2e-5 from float64, 1e-4. `--quick` runs a few layouts of two ranks, `--smoke` one.
+Plug-ins have layouts of their own models and engines.
 """
 
-import importlib.util
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import Bar, parser, print_result
-from ownloop_families.tiny_families import TINY_FAMILIES
 from rl.losses import get_loss
-from rl.tiny_models import critic_batch, tiny_critic, tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from rl.tiny_models import critic_batch, tiny_critic, tiny_llama, tiny_qwen3
 from rl.types import Head
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
@@ -33,15 +29,12 @@ from trainer.engines.contract.plain_ranks import LENGTHS, plan, relative_error, 
 LIMIT, DECAY_LIMIT = 1e-5, 1e-4
 DECAYS = ("A_log", "dt_bias", "in_proj_a.weight")
 _OF_DECAYS = ", decays"
-QUICK = ("fsdp 2", "cp 2", "pp 2", "ep 2")
+QUICK = ("fsdp 2", "cp 2", "pp 2")
 MODELS: dict[str, Callable[[Path], Path]] = {
     "llama": tiny_llama,
     "qwen3": lambda path: tiny_qwen3(path, tied=False),
-    "qwen3_moe": tiny_qwen3_moe,
     "critic": tiny_critic,
     "deep_llama": lambda path: tiny_llama(path, tied=False, num_hidden_layers=5),
-    "deep_moe": lambda path: tiny_qwen3_moe(path, num_hidden_layers=4),
-    **TINY_FAMILIES,
 }
 
 
@@ -66,12 +59,6 @@ LAYOUTS = (
     Layout("cp 2", "qwen3", {"context_parallel": 2}),
     Layout("pp 2", "deep_llama", {"pipeline_parallel": 2}),
     Layout("pp 2 interleaved", "deep_llama", {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B"}),
-    Layout("moe pp 2", "deep_moe", {"pipeline_parallel": 2}),
-    Layout("moe fsdp 2", "qwen3_moe", {"data_parallel_shard": 2}),
-    Layout("moe cp 2", "qwen3_moe", {"context_parallel": 2}),
-    Layout("ep 2", "qwen3_moe", {"data_parallel_shard": 2, "expert_parallel": 2}),
-    Layout("ep 2 within tp 2", "qwen3_moe", {"tensor_parallel": 2, "expert_parallel": 2}),
-    Layout("ep 2 within cp 2", "qwen3_moe", {"context_parallel": 2, "expert_parallel": 2}),
     Layout("critic fsdp 2", "critic", {"data_parallel_shard": 2}),
     Layout("critic tp 2", "critic", {"tensor_parallel": 2}),
     Layout("critic cp 2", "critic", {"context_parallel": 2}),
@@ -96,95 +83,32 @@ LAYOUTS = (
         {"pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": False},
     ),
     Layout("pp 2 x cp 2", "deep_llama", {"pipeline_parallel": 2, "context_parallel": 2}),
-    Layout("pp 2 x ep 2", "deep_moe", {"pipeline_parallel": 2, "data_parallel_shard": 2, "expert_parallel": 2}),
-    Layout("ep 4", "qwen3_moe", {"data_parallel_shard": 4, "expert_parallel": 4}),
-    Layout("fsdp 2 x ep 2", "qwen3_moe", {"data_parallel_shard": 4, "expert_parallel": 2}),
-    Layout(
-        "hsdp 2 x ep 2", "qwen3_moe", {"data_parallel_replicate": 2, "data_parallel_shard": 2, "expert_parallel": 2}
-    ),
-    Layout("fsdp 2 x tp 2 x ep 2", "qwen3_moe", {"data_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 2}),
 )
-_REFUSED = {
-    "gpt_oss": ("context_parallel",),
-    "qwen3_5": ("context_parallel", "expert_parallel"),
-    "qwen3_5_moe": ("context_parallel",),
-}
-"""Options of layouts that a family does not have."""
-FAMILIES = (
-    *(Layout(f"fsdp2 {name}", name, {"engine": "fsdp2", "data_parallel_shard": 2}) for name in TINY_FAMILIES),
-    *(
-        Layout(f"{model} {name}", model, degrees)
-        for model in ("gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_5", "qwen3_5_moe")
-        for name, degrees in (
-            ("1", {}),
-            ("1 recomputed", {"activation_checkpointing": "selective"}),
-            ("fsdp 2", {"data_parallel_shard": 2}),
-            ("fsdp 2 recomputed", {"data_parallel_shard": 2, "activation_checkpointing": "full"}),
-            ("replicate 2", {"data_parallel_replicate": 2}),
-            ("pp 2", {"pipeline_parallel": 2}),
-            ("ep 2", {"data_parallel_shard": 2, "expert_parallel": 2}),
-            ("ep 2 within tp 2", {"tensor_parallel": 2, "expert_parallel": 2}),
-            ("cp 2", {"context_parallel": 2}),
-            ("ep 2 within cp 2", {"context_parallel": 2, "expert_parallel": 2}),
-            ("fsdp 2 x ep 2", {"data_parallel_shard": 4, "expert_parallel": 2}),
-            ("hsdp 2 x ep 2", {"data_parallel_replicate": 2, "data_parallel_shard": 2, "expert_parallel": 2}),
-            ("fsdp 2 x tp 2 x ep 2", {"data_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 2}),
-            ("pp 2 x ep 2", {"pipeline_parallel": 2, "data_parallel_shard": 2, "expert_parallel": 2}),
-        )
-        if not degrees.keys() & _REFUSED.get(model, ())
-    ),
-    *(
-        Layout(f"qwen3_5 {name}", "qwen3_5", {"tensor_parallel": 2, **degrees})
-        for name, degrees in (
-            ("tp 2", {}),
-            ("tp 2 without sp", {"sequence_parallel": False}),
-            ("fsdp 2 x tp 2", {"data_parallel_shard": 2}),
-            ("pp 2 x tp 2", {"pipeline_parallel": 2}),
-        )
-    ),
-)
-"""Compared with one rank of fsdp2."""
-MEGATRON = tuple(
-    Layout(f"megatron {name}", model, {"engine": "megatron", **degrees})
-    for name, model, degrees in (
-        ("1", "qwen3", {}),
-        ("replicate 2", "qwen3", {"data_parallel_replicate": 2}),
-        ("shard 2", "qwen3", {"data_parallel_shard": 2}),
-        ("cp 2", "qwen3", {"context_parallel": 2}),
-        ("tp 2", "qwen3", {"tensor_parallel": 2}),
-        ("tp 2 without sp", "qwen3", {"tensor_parallel": 2, "sequence_parallel": False}),
-        ("critic tp 2", "critic", {"tensor_parallel": 2}),
-        ("critic cp 2", "critic", {"context_parallel": 2}),
-        ("pp 2", "qwen3", {"pipeline_parallel": 2}),
-        ("pp 2 interleaved", "deep_moe", {"pipeline_parallel": 2, "pipeline_schedule": "Interleaved1F1B"}),
-        ("moe tp 2", "qwen3_moe", {"tensor_parallel": 2}),
-        ("ep 2", "qwen3_moe", {"data_parallel_replicate": 2, "expert_parallel": 2}),
-        ("ep 2 within tp 2", "qwen3_moe", {"tensor_parallel": 2, "expert_parallel": 2}),
-        ("ep 2 within cp 2", "qwen3_moe", {"context_parallel": 2, "expert_parallel": 2}),
-        ("pp 2 x tp 2", "qwen3", {"pipeline_parallel": 2, "tensor_parallel": 2}),
-        ("pp 2 x cp 2", "qwen3", {"pipeline_parallel": 2, "context_parallel": 2}),
-        ("cp 2 x tp 2", "qwen3", {"context_parallel": 2, "tensor_parallel": 2}),
-        ("replicate 2 x tp 2", "qwen3", {"data_parallel_replicate": 2, "tensor_parallel": 2}),
-        ("shard 2 x tp 2", "qwen3", {"data_parallel_shard": 2, "tensor_parallel": 2}),
-        ("tp 2 x ep 2", "qwen3_moe", {"data_parallel_replicate": 2, "tensor_parallel": 2, "expert_parallel": 2}),
-        ("shard 2 x tp 2 x ep 2", "qwen3_moe", {"data_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 2}),
-        ("tp 2 x ep 4", "qwen3_moe", {"data_parallel_replicate": 2, "tensor_parallel": 2, "expert_parallel": 4}),
-        ("pp 2 x ep 2", "deep_moe", {"pipeline_parallel": 2, "data_parallel_replicate": 2, "expert_parallel": 2}),
-        ("pp 2 x tp 2 x ep 2", "deep_moe", {"pipeline_parallel": 2, "tensor_parallel": 2, "expert_parallel": 2}),
-    )
-)
-"""Compared with one rank of torchtitan, where Megatron-core is installed."""
 
 
 def main() -> None:
     """Runs the benchmark and prints its result."""
-    layouts = (*LAYOUTS, *FAMILIES, *(() if importlib.util.find_spec("megatron") is None else MEGATRON))
+    run("layouts", __doc__, LAYOUTS, QUICK)
+
+
+def run(
+    benchmark: str,
+    doc: str | None,
+    layouts: Sequence[Layout],
+    quick: Sequence[str],
+    models: Mapping[str, Callable[[Path], Path]] = MODELS,
+    engine_of_one: str = "torchtitan",
+) -> None:
+    """Measures the layouts that the command line chooses and prints the result; `quick` are names of a few.
+
+    `models` write a model to a directory each, and `engine_of_one` computes with one rank.
+    """
     every = [layout.name for layout in layouts]
-    options_parser = parser(__doc__, quick="four layouts of two ranks")
+    options_parser = parser(doc, quick="some layouts of two ranks")
     options_parser.add_argument("--only", nargs="+", metavar="NAME", choices=every, help="only these layouts")
     options = options_parser.parse_args()
-    names = options.only or (QUICK[:1] if options.smoke else QUICK if options.quick else every)
-    errors = measure([layout for layout in layouts if layout.name in names])
+    names = options.only or (quick[:1] if options.smoke else quick if options.quick else every)
+    errors = measure([layout for layout in layouts if layout.name in names], models, engine_of_one)
     for name, error in errors.items():
         print(f"{name:<28}{error:10.1e}")
     decays = {name: error for name, error in errors.items() if name.endswith(_OF_DECAYS)}
@@ -192,19 +116,22 @@ def main() -> None:
     bars = [Bar(name="worst_relative_gradient_error", value=max(others), limit=LIMIT)]
     if decays:
         bars.append(Bar(name="worst_relative_gradient_error_of_decays", value=max(decays.values()), limit=DECAY_LIMIT))
-    print_result("layouts", bars, dict(errors))
+    print_result(benchmark, bars, dict(errors))
 
 
-def measure(layouts: Sequence[Layout]) -> dict[str, float]:
+def measure(
+    layouts: Sequence[Layout],
+    models: Mapping[str, Callable[[Path], Path]] = MODELS,
+    engine_of_one: str = "torchtitan",
+) -> dict[str, float]:
     """The worst relative error of each layout's loss and gradients, by the layout's name; that of decays by itself."""
     errors: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         expected: dict[str, dict[str, torch.Tensor]] = {}
         for name in {layout.model for layout in layouts}:
-            MODELS[name](directory / name)
-            one = {"engine": "fsdp2"} if name in TINY_FAMILIES else {}
-            expected[name] = _loss_and_gradients(_config(directory / name, **one), 0)
+            models[name](directory / name)
+            expected[name] = _loss_and_gradients(_config(directory / name, engine=engine_of_one), 0)
         for num_ranks in sorted({layout.config(directory).num_ranks for layout in layouts}):
             # Processes take longer to start than to compute, so layouts with as many ranks share them.
             same_size = [layout for layout in layouts if layout.config(directory).num_ranks == num_ranks]

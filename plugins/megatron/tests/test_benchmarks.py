@@ -1,0 +1,12 @@
+"""The benchmark of this plug-in runs in its smallest form."""
+
+import pytest
+
+from tests.benchmarks.smallest_form import check_smallest_form_here
+
+pytest.importorskip("megatron.core")
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+def test_smallest_form(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    check_smallest_form_here("layouts_of_megatron", monkeypatch, capfd)
