@@ -1,11 +1,13 @@
 """The command and the loggers that this plug-in brings, by their names."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
 from controller.commands.command_line import parse_command
 from tests.controller.commands.test_command_line import assert_explains_its_arguments
+from tests.controller.commands.test_run import refused, write_runs
 
 
 def test_a_command_explains_its_arguments(capfd: pytest.CaptureFixture[str]) -> None:
@@ -18,3 +20,11 @@ def test_loggers_are_listed_with_what_they_need(capfd: pytest.CaptureFixture[str
     for name in ("wandb", "trackio", "tensorboard"):
         installed = importlib.util.find_spec(name) is not None
         assert lines["logger", name].endswith(" ready") if installed else f"'.[{name}]'" in lines["logger", name]
+
+
+def test_a_page_is_written_to_a_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_runs("a")
+    assert refused(capfd, "report", "a", "--to", ".").startswith("error: --to is ., a folder")

@@ -142,4 +142,5 @@ def test_a_run_ends_with_its_curves(tmp_path: Path) -> None:
     for step, loss in ((0, 2.0), (4, 1.0)):
         run.log_measurements(step, loss=Measurement(values=np.full(3, loss)))
     run.finish()
-    assert (folder.path / "loss.png").exists()
+    assert (folder.path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "<html" in (folder.path / "report.html").read_text()

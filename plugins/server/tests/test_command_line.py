@@ -7,6 +7,7 @@ import pytest
 
 from controller.commands.command_line import parse_command
 from ownloop_server.commands import ExportTinker, Key, Serve
+from tests.controller.commands.test_cli import assert_quick
 from tests.controller.commands.test_command_line import assert_explains_its_arguments, assert_one_sentence
 
 
@@ -38,3 +39,8 @@ def test_a_mistake_is_one_sentence(words: list[str], message: str, capfd: pytest
 
 def test_a_command_explains_its_arguments(capfd: pytest.CaptureFixture[str]) -> None:
     assert_explains_its_arguments("key", capfd)
+
+
+@pytest.mark.stranger("F5")
+def test_help_and_mistakes_do_not_load_the_stack() -> None:
+    assert_quick([(("serve", "--help"), 0, "--port"), (("serve", "--model", "nosuch"), 2, "model 'nosuch' is neither")])

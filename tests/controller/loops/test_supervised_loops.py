@@ -70,7 +70,6 @@ def test_sft_learns_and_keeps_its_schedule(tmp_path: Path) -> None:
     assert max(row["learning_rate"] for row in steps) == pytest.approx(1e-2, rel=0.1)
     assert 0 < steps[-1]["learning_rate"] < 1e-4  # the cosine ends after the last step, which trains too
     assert AutoModelForCausalLM.from_pretrained(folder.path / "model").config.hidden_size == 32
-    assert (folder.path / "loss.png").read_bytes().startswith(b"\x89PNG")
     output = stream.getvalue()
     assert "held-out loss before training: " in output
     assert output.rstrip().splitlines()[-1].startswith("Held-out loss went from ")

@@ -155,21 +155,3 @@ def test_names_of_the_hub() -> None:
     assert HubName.parse("a/b@refs/pr/1") == HubName(repository="a/b", revision="refs/pr/1")
     for other in ("smollm2-135m-instruct", "./a/b", "/a/b", "~/a/b", "a/b/c", "../a", "a/b@"):
         assert HubName.parse(other) is None
-
-
-def test_a_plan_fetches_no_weights(hub: Hub, tmp_path: Path) -> None:
-    words = ["plan", "grpo_smollm2_cpu", "--model", NAME, "--generator.max-model-len", "128"]
-    code = f"from controller.commands.command_line import run_command; raise SystemExit(run_command({words}))"
-    settings = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
-    inherited = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**inherited, **settings},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "every figure is computed" in done.stdout
-    assert "config.json" in hub.fetched
-    assert not any(name.endswith(".safetensors") for name in hub.fetched)

@@ -118,7 +118,6 @@ def test_the_last_sentence_compares_first_and_last(tmp_path: Path) -> None:
     assert "held-out reward after 10 steps: 0.900" in text
     assert "Held-out reward went from 0.200 to 0.900 (change +0.700" in text
     assert text.rstrip().endswith(f"everything is in {folder.path}.")
-    assert (folder.path / "reward.png").exists()
 
 
 def test_further_held_out_sets_are_measured_beside_the_first(tmp_path: Path) -> None:
