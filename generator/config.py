@@ -100,7 +100,8 @@ class GeneratorConfig:
     over the `network` into shared memory of other hosts, the same from GPU to GPU by `nccl`, or through `torchstore`.
     `auto` takes the network if a generator is on another host. On one host it takes memory of GPUs if they reach each
     other and two versions need at most a tenth of it, shared memory otherwise, and TorchStore if the host has too
-    little memory. A transport that is asked for by name fails where `auto` would take another."""
+    little memory. A transport that is asked for by name fails where `auto` would take another. Those between hosts
+    come with the plug-in `ownloop-hosts`."""
     num_replicas: int = 1
     """Copies of the model that share the requests; all pull the same weights."""
     evaluator: bool = False

@@ -22,7 +22,8 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from benchmarks.harness import REPOSITORY
+
 PORT = 26600
 _LIMIT_S = 120.0  # for what the kernel does at once on a machine that is not busy
 _TOOLS = ("ip", "unshare", "nsenter", "mount")
@@ -74,7 +75,7 @@ class Hosts:
 
         Its output goes to `log`, or to a pipe that is its `stdout`.
         """
-        path = os.pathsep.join([*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(ROOT)]).strip(os.pathsep)
+        path = os.pathsep.join([*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(REPOSITORY)]).strip(os.pathsep)
         own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(self.folder / "state")}
         output = subprocess.PIPE if log is None else log.open("ab")
         process = subprocess.Popen(

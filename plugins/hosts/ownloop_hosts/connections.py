@@ -45,7 +45,12 @@ class Address:
 
     def __str__(self) -> str:
         """As Monarch and users write it."""
-        return f"{self.scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        return f"{self.scheme}://{host_and_port(self.host, self.port)}"
+
+
+def host_and_port(host: str, port: int) -> str:
+    """HOST:PORT, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_address(text: str) -> Address:
@@ -82,7 +87,7 @@ def resolve(host: str) -> str:
 def own_address_towards(host: str) -> str:
     """The IP address of this host that `host` sees: that of the interface on the way there."""
     ip = resolve(host)
-    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family_of(ip), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((ip, 9))  # sends nothing
         except OSError as error:
@@ -115,7 +120,7 @@ class Lifeline:
     def __init__(self, address: str, *, for_many: bool = False) -> None:
         """Listens at an address of this host until one process holds it, or with `for_many` until it is cut."""
         self._for_many = for_many
-        self._server = socket.create_server((address, 0), family=_family(address))
+        self._server = socket.create_server((address, 0), family=family_of(address))
         self.end = (address, int(self._server.getsockname()[1]))
         """Where the agent connects to."""
         self._connections: list[socket.socket] = []
@@ -157,7 +162,8 @@ def hold(end: tuple[str, int], lost_after_s: float, on_end: Callable[[], None]) 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
-def _family(address: str) -> socket.AddressFamily:
+def family_of(address: str) -> socket.AddressFamily:
+    """The family of an IP address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
@@ -167,7 +173,7 @@ _WAIT_S = 10.0
 
 def open_server(address: str, num_bytes: int) -> int:
     """Serves `num_bytes` bytes to the first that connects, in a thread. Returns the port."""
-    server = socket.create_server((address, 0), family=_family(address))
+    server = socket.create_server((address, 0), family=family_of(address))
     server.settimeout(_WAIT_S)
 
     def serve() -> None:

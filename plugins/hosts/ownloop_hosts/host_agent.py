@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import distributions, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +38,7 @@ T = TypeVar("T")
 CONTROLLER_VARIABLE = "OWNLOOP_CONTROLLER"
 """Set in every process that a controller starts on another host, to the controller's own id."""
 _PACKAGES = ("torch", "torchmonarch", "torchstore", "torchtitan")
-_FOLDERS = ("rl", "trainer", "generator", "controller")
+_CORE = ("rl", "trainer", "generator", "controller")
 _TICK_S = 1.0
 _MOST_LOG_BYTES = 1 << 18  # of one log in one answer
 _GPU_DRIVERS = ("/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")
@@ -188,7 +189,8 @@ def end_processes_of(controller: str) -> None:
 def versions_here() -> Mapping[str, str]:
     """The versions that have to be equal on all hosts."""
     found = {package: version(package) for package in _PACKAGES}
-    return {**found, "python": platform.python_version(), "ownloop": f"{version('ownloop')} ({_source_hash()})"}
+    source = hash_of(_own_folders())
+    return {**found, "python": platform.python_version(), "ownloop": f"{version('ownloop')} ({source})"}
 
 
 def interface_of(address: str) -> str:
@@ -206,12 +208,19 @@ def network_variables(interface: str) -> Mapping[str, str]:
     return {name: os.environ.get(name, value) for name, value in names.items()} if interface else {}
 
 
-def _source_hash() -> str:
-    """A hash that differs between checkouts of ownloop which have the same version."""
-    root, digest = Path(__file__).parent.parent.parent, hashlib.blake2b(digest_size=6)
-    for folder in _FOLDERS:
-        for file in sorted((root / folder).rglob("*.py")):
-            digest.update(f"{file.relative_to(root)}\0".encode())
+def _own_folders() -> list[Path]:
+    """The folders of ownloop's packages, and of the plug-ins that are installed here."""
+    plugins = {each.name.replace("-", "_") for each in distributions() if each.name.startswith("ownloop-")}
+    specs = [find_spec(name) for name in (*_CORE, *sorted(plugins))]
+    return [Path(folder) for spec in specs if spec is not None for folder in spec.submodule_search_locations or ()]
+
+
+def hash_of(folders: Sequence[Path]) -> str:
+    """A hash of the Python files in these folders: it differs between checkouts that have the same version."""
+    digest = hashlib.blake2b(digest_size=6)
+    for folder in folders:
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(f"{folder.name}/{file.relative_to(folder)}\0".encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()
 

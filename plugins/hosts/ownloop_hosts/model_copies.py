@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ownloop_hosts.connections import family_of
 from ownloop_hosts.files import removed_at_end
 from rl.system.model_files import all_files
 
@@ -66,8 +67,7 @@ class ModelServer:
         self._token_s = token_s
         self._model = model
         self._files = [(file, (model / file).stat().st_size) for file in all_files(model)]
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._server = socket.create_server((address, 0), family=family)
+        self._server = socket.create_server((address, 0), family=family_of(address))
         num_bytes, port = sum(size for _, size in self._files), int(self._server.getsockname()[1])
         self.offer = ModelOffer(model, num_bytes, address, port, secrets.token_bytes(_TOKEN_BYTES))
         self.sent_bytes = 0

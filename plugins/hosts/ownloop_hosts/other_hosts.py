@@ -22,7 +22,7 @@ from ownloop_hosts.connections import forwarded_env, own_address_towards
 from ownloop_hosts.host_agent import CONTROLLER_VARIABLE
 from ownloop_hosts.host_groups import teller
 from ownloop_hosts.model_copies import ModelServer, check_same_model, model_files
-from ownloop_hosts.remote_host import Host
+from ownloop_hosts.remote_host import Host, awaited
 from ownloop_hosts.run_files import HostFiles
 
 _RELEASE_S = 3.0
@@ -137,14 +137,10 @@ class OtherHosts:
         """Detaches from the hosts."""
         if all(host.lost is None for host in self.hosts):
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(_awaited(host_mesh.stop()), _RELEASE_S)
+                await asyncio.wait_for(awaited(host_mesh.stop()), _RELEASE_S)
 
     def _host_index(self, rank: int, num_ranks: int) -> int:
         return rank // (num_ranks // self.num_hosts)
-
-
-async def _awaited(awaitable: Awaitable[Any]) -> None:
-    await awaitable
 
 
 _STACKS_S = 6.0

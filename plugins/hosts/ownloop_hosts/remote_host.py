@@ -145,7 +145,7 @@ class Host:
             self._beats.cancel()
         for end in (self._procs.stop, self._hosts.stop) if self.lost is None else ():
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(_awaited(end()), _STOP_S)
+                await asyncio.wait_for(awaited(end()), _STOP_S)
         self.lose("it is not used any more")
 
     def _watched(self, watch: asyncio.Task[None]) -> None:
@@ -204,13 +204,13 @@ class Host:
 
 async def _answered(attached: Awaitable[object], worker: Address, within_s: float) -> None:
     try:
-        await asyncio.wait_for(_awaited(attached), within_s)
+        await asyncio.wait_for(awaited(attached), within_s)
     except TimeoutError:
         reason = f"its worker accepts connections and has not answered for {within_s:.0f} s"
         raise HostError(f"{worker.host}: {reason}; it may be stopped") from None
 
 
-async def _awaited(awaitable: Awaitable[T]) -> T:
+async def awaited(awaitable: Awaitable[T]) -> T:
     """`asyncio.wait_for` takes coroutines; Monarch's futures are awaitable, but none."""
     return await awaitable
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from plugins.hosts.benchmarks.simulated_hosts import PORT, ROOT, Hosts, simulated_hosts, why_not
+from plugins.hosts.benchmarks.simulated_hosts import PORT, Hosts, simulated_hosts, why_not
 
-__all__ = ["PORT", "ROOT", "Hosts", "hosts_on_one_machine", "why_not"]
+__all__ = ["PORT", "Hosts", "hosts_on_one_machine", "why_not"]
 
 
 @contextmanager

@@ -17,8 +17,10 @@ from ownloop_hosts.host_agent import (
     CONTROLLER_VARIABLE,
     HostAgent,
     end_processes_of,
+    hash_of,
     interface_of,
     network_variables,
+    versions_here,
 )
 from tests.waiting import LIMIT_S, wait_for_line, wait_until
 
@@ -95,3 +97,13 @@ def test_a_host_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         silent.bind(("127.0.0.1", 0))  # it does not listen
         with pytest.raises(ConnectionRefusedError):
             ask(HostAgent("me", 20.0), "hold", silent.getsockname())
+
+
+def test_the_version_of_ownloop_tells_checkouts_apart(tmp_path: Path) -> None:
+    assert hash_of([]) not in versions_here()["ownloop"]  # its files were found
+    for name in ("one", "two"):
+        (tmp_path / name / "rl").mkdir(parents=True)
+        (tmp_path / name / "rl" / "module.py").write_text("value = 1\n")
+    assert hash_of([tmp_path / "one" / "rl"]) == hash_of([tmp_path / "two" / "rl"])
+    (tmp_path / "two" / "rl" / "module.py").write_text("value = 2\n")
+    assert hash_of([tmp_path / "one" / "rl"]) != hash_of([tmp_path / "two" / "rl"])

@@ -26,7 +26,15 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from controller.launching.hosts import Tell
-from ownloop_hosts.connections import DEFAULT_PORT, Address, Lifeline, own_address_towards, parse_address, resolve
+from ownloop_hosts.connections import (
+    DEFAULT_PORT,
+    Address,
+    Lifeline,
+    host_and_port,
+    own_address_towards,
+    parse_address,
+    resolve,
+)
 from ownloop_hosts.host_groups import Allocation, Groups
 from ownloop_hosts.starting.worker_starts import (
     WithRunCertificates,
@@ -262,10 +270,9 @@ class Pods:
         # in a pod the first is set
         here = own_address_towards(os.environ.get("KUBERNETES_SERVICE_HOST", _OTHER_NETWORK))
         self._lifeline = Lifeline(here, for_many=True)
-        _, port = self._lifeline.end
         names = [name for role in hosts.addresses.values() for name in role]
         certificates = {name: worker_certificates(name) for name in names} if hosts.tls else {}
-        objects = manifests(hosts, certificates, f"[{here}]:{port}" if ":" in here else f"{here}:{port}")
+        objects = manifests(hosts, certificates, host_and_port(*self._lifeline.end))
         self._made = True  # before `apply`, which may make a part and fail
         await self._kubectl("apply", "--filename", "-", text=as_yaml(objects))  # all objects in one call
         await self._until_pods_run(len(names))

@@ -5,7 +5,6 @@ its certificate and for the address of the lifeline.
 """
 
 import asyncio
-import contextlib
 import os
 import shlex
 import shutil
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from controller.launching.hosts import Tell
 from controller.processes.errors import HostsOverError
-from ownloop_hosts.connections import Address, Lifeline, own_address_towards
+from ownloop_hosts.connections import Address, Lifeline, host_and_port, own_address_towards
 from ownloop_hosts.host_groups import Groups
 from ownloop_hosts.starting.slurm_hosts import (
     CERTIFICATES,
@@ -37,6 +36,7 @@ from ownloop_hosts.starting.slurm_hosts import (
 )
 from ownloop_hosts.starting.worker_starts import (
     WorkerOutput,
+    end_process,
     environment,
     until_it_accepts,
     worker_certificates,
@@ -166,8 +166,7 @@ class SlurmWorkers(ABC):
         """What the worker's script waits for."""
         folder, here = self._folder, own_address_towards(nodes[0])
         self._lifeline = Lifeline(here, for_many=True)
-        _, port = self._lifeline.end
-        (folder / LIFELINE).write_text(f"[{here}]:{port}" if ":" in here else f"{here}:{port}")
+        (folder / LIFELINE).write_text(host_and_port(*self._lifeline.end))
         if self._hosts.tls:
             for node in nodes:
                 shutil.copytree(worker_certificates(node), folder / CERTIFICATES / node)
@@ -277,13 +276,6 @@ class OwnAllocation(SlurmWorkers):
         return f"srun in {self._name} ended with status {self._step.returncode}"
 
     async def _end(self) -> None:
-        if self._step is None:
-            return
-        for end in (None, self._step.terminate, self._step.kill):  # by itself first: the lifeline is cut
-            if end is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    end()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._step.wait(), _END_S)
-                break
+        if self._step is not None:
+            await end_process(self._step, _END_S)  # its lifeline is cut
         self._step = None

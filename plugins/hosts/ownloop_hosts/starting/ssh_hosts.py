@@ -20,11 +20,19 @@ from pathlib import Path
 
 from controller.launching.hosts import Tell
 from ownloop_hosts.certificates import packed
-from ownloop_hosts.connections import DEFAULT_PORT, Address, Lifeline, own_address_towards, parse_address
+from ownloop_hosts.connections import (
+    DEFAULT_PORT,
+    Address,
+    Lifeline,
+    host_and_port,
+    own_address_towards,
+    parse_address,
+)
 from ownloop_hosts.host_groups import Allocation, Groups
 from ownloop_hosts.starting.worker_starts import (
     WithRunCertificates,
     WorkerOutput,
+    end_process,
     environment,
     until_it_accepts,
     worker_certificates,
@@ -150,7 +158,7 @@ class _SshWorker:
             raise ValueError(f"ssh is {program!r}, which is no program here; install it, or name another one")
         try:
             self._lifeline = Lifeline(own_address_towards(self._first.host))
-            command = self._command(self._lifeline.end)
+            command = self._command(host_and_port(*self._lifeline.end))
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
@@ -177,22 +185,13 @@ class _SshWorker:
             self._lifeline.cut()
         if self._process is None:
             return
-        # by itself, then by signals of growing strength
-        for end in (None, self._process.terminate, self._process.kill):
-            if end is not None and self.runs:
-                with contextlib.suppress(ProcessLookupError):
-                    end()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), _END_S)
-                break
+        await end_process(self._process, _END_S)  # its lifeline is cut
         if self._reader is not None:
             await self._reader  # ends with the process's output
 
-    def _command(self, lifeline: tuple[str, int]) -> list[str]:
+    def _command(self, lifeline: str) -> list[str]:
         hosts = self._hosts
-        address, port = lifeline
-        end = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-        worker = worker_command(self._first, shlex.quote(end), hosts.lost_after_s, python=hosts.python)
+        worker = worker_command(self._first, shlex.quote(lifeline), hosts.lost_after_s, python=hosts.python)
         # exec: ssh's own end reaches the worker
         there = ["cd", shlex.quote(hosts.directory or str(Path.cwd())), "&&", "exec", "env"]
         return [*hosts.ssh, *_SSH_OPTIONS, "--", self._destination,

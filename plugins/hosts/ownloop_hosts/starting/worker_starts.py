@@ -133,6 +133,17 @@ async def output_of(command: Sequence[str], text: str = "", within_s: float = 30
     return output.decode(errors="replace")
 
 
+async def end_process(process: asyncio.subprocess.Process, each_s: float) -> None:
+    """Returns once a process has ended: by itself, or by signals of growing strength, each after `each_s`."""
+    for end in (None, process.terminate, process.kill):
+        if end is not None:
+            with contextlib.suppress(ProcessLookupError):
+                end()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), each_s)
+            return
+
+
 class WithRunCertificates(Connectable):
     """Hosts on which the run starts the workers, so their certificates are made for it."""
 
