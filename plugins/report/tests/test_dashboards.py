@@ -14,11 +14,7 @@ from typing import Any
 import pytest
 
 from controller.runs.folder import RunFolder
-<<<<<<<< HEAD:plugins/report/tests/test_dashboards.py
 from controller.runs.observers import Observers, check_observers
-========
-from controller.runs.loggers import RunLoggers, check_loggers
->>>>>>>> main:plugins/report/tests/test_loggers.py
 from rl.system.secret_fields import Secret
 from rl.types import Group
 from tests.controller.commands.test_cli import ownloop
@@ -33,13 +29,8 @@ METRICS = [
 
 
 @dataclass(frozen=True)
-<<<<<<<< HEAD:plugins/report/tests/test_dashboards.py
 class Keyed:
     """A configuration with a secret."""
-========
-class Config:
-    """A run's configuration."""
->>>>>>>> main:plugins/report/tests/test_loggers.py
 
     seed: int = 3
     api_key: Secret = "sk-1"
@@ -59,11 +50,7 @@ def group(answer: str) -> Group:
 def log(name: str, folder: RunFolder, metrics: Sequence[dict[str, float]] = METRICS) -> None:
     """Logs as a run does, and closes the observers."""
     warnings: list[str] = []
-<<<<<<<< HEAD:plugins/report/tests/test_dashboards.py
     observers = Observers([name], folder, warnings.append)
-========
-    loggers = RunLoggers([name], folder, Config(), warnings.append)
->>>>>>>> main:plugins/report/tests/test_loggers.py
     for row in metrics:
         observers.log_metrics(row)
         split = "eval" if "eval_reward" in row else "train"
