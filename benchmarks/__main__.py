@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from benchmarks import results_page
-from benchmarks.harness import REPOSITORY, parser
+from benchmarks.harness import REPOSITORY, module_of, parser
 
 BENCHMARKS = (
     "startup",
@@ -61,14 +61,6 @@ def main() -> None:
     missed = [bar["name"] for result in results for bar in result["bars"] if not bar["ok"]]
     if missed and not options.smoke:
         raise SystemExit(f"bars not met: {', '.join(missed)}")
-
-
-def module_of(name: str) -> str:
-    """The module of a benchmark of the core, or of the plug-in that has it. Raises ValueError if none has."""
-    for file in (REPOSITORY / "benchmarks" / f"{name}.py", *REPOSITORY.glob(f"plugins/*/benchmarks/{name}.py")):
-        if file.is_file():
-            return ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
-    raise ValueError(f"there is no benchmark {name!r}")
 
 
 def _run(name: str, form: list[str]) -> dict[str, Any]:

@@ -112,3 +112,11 @@ def _commit() -> str:
 
 def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+
+def module_of(name: str) -> str:
+    """The module of a benchmark of the core, or of the plug-in that has it. Raises ValueError if none has."""
+    for file in (REPOSITORY / "benchmarks" / f"{name}.py", *REPOSITORY.glob(f"plugins/*/benchmarks/{name}.py")):
+        if file.is_file():
+            return ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
+    raise ValueError(f"there is no benchmark {name!r}")

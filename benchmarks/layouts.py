@@ -88,20 +88,19 @@ LAYOUTS = (
 
 def main() -> None:
     """Runs the benchmark and prints its result."""
-    run("layouts", __doc__, LAYOUTS, QUICK)
+    print_result("layouts", *measured(__doc__, LAYOUTS, QUICK))
 
 
-def run(
-    benchmark: str,
+def measured(
     doc: str | None,
     layouts: Sequence[Layout],
     quick: Sequence[str],
     models: Mapping[str, Callable[[Path], Path]] = MODELS,
     engine_of_one: str = "torchtitan",
-) -> None:
-    """Measures the layouts that the command line chooses and prints the result; `quick` are names of a few.
+) -> tuple[list[Bar], dict[str, float]]:
+    """Measures the layouts that the command line chooses, and prints them; `quick` are names of a few.
 
-    `models` write a model to a directory each, and `engine_of_one` computes with one rank.
+    `models` write a model to a directory each, and `engine_of_one` computes with one rank. Returns bars and errors.
     """
     every = [layout.name for layout in layouts]
     options_parser = parser(doc, quick="some layouts of two ranks")
@@ -116,7 +115,7 @@ def run(
     bars = [Bar(name="worst_relative_gradient_error", value=max(others), limit=LIMIT)]
     if decays:
         bars.append(Bar(name="worst_relative_gradient_error_of_decays", value=max(decays.values()), limit=DECAY_LIMIT))
-    print_result(benchmark, bars, dict(errors))
+    return bars, errors
 
 
 def measure(

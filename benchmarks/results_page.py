@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import REPOSITORY
+from benchmarks.harness import REPOSITORY, module_of
 
 FOLDER = REPOSITORY / "benchmarks" / "results"
 PAGE = REPOSITORY / "benchmarks" / "RESULTS.md"
@@ -78,7 +78,7 @@ def _section(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     first = next(iter(results.values()))
     lines = ["", f"## {first['benchmark']}"]
     for result in results.values():
-        command = result.get("command") or f"python -m benchmarks.{result['benchmark']}"
+        command = result.get("command") or f"python -m {module_of(result['benchmark'])}"
         lines += ["", f"`{command}` at commit {result['commit']}, {_machine(result['machine'])}.", ""]
         lines += ["| figure | value |", "|---|---|"]
         lines += [f"| {name} | {_figure(value)} |" for name, value in result["figures"].items()]

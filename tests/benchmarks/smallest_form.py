@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.__main__ import module_of
-from benchmarks.harness import REPOSITORY
+from benchmarks.harness import REPOSITORY, module_of
 
 
 def benchmark_names(*folders: Path) -> list[str]:

@@ -18,6 +18,7 @@ from tests.controller.commands.test_run import (
     refused_after,
     write_runs,
 )
+from tests.controller.commands.test_stop_signals import interrupt_import
 
 
 def test_words_become_a_command() -> None:
@@ -104,3 +105,8 @@ def test_a_user_without_a_home_directory_is_told(
 ) -> None:
     leave_no_home(monkeypatch)
     assert "no home directory, for a cache; set HOME" in refused(capfd, "model", "smollm2-135m-instruct")
+
+
+@pytest.mark.seconds
+def test_ctrl_c_while_the_recipe_is_imported(tmp_path: Path) -> None:
+    interrupt_import("parity", tmp_path)

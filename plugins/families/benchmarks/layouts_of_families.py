@@ -9,7 +9,8 @@ computes the model of transformers.
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks.layouts import Layout, run
+from benchmarks.harness import print_result
+from benchmarks.layouts import Layout, measured
 from ownloop_families.tiny_families import TINY_FAMILIES
 from rl.tiny_models import tiny_qwen3_moe
 
@@ -78,7 +79,7 @@ LAYOUTS = (*EXPERTS, *FAMILIES)
 
 def main() -> None:
     """Runs the benchmark and prints its result."""
-    run("layouts_of_families", __doc__, LAYOUTS, QUICK, MODELS, "fsdp2")
+    print_result("layouts_of_families", *measured(__doc__, LAYOUTS, QUICK, MODELS, "fsdp2"))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks import layouts
-from benchmarks.layouts import Layout, run
+from benchmarks.harness import print_result
+from benchmarks.layouts import Layout, measured
 from rl.tiny_models import tiny_qwen3_moe
 
 QUICK = ("megatron tp 2", "megatron cp 2", "megatron pp 2")
@@ -51,7 +52,7 @@ LAYOUTS = tuple(
 
 def main() -> None:
     """Runs the benchmark and prints its result."""
-    run("layouts_of_megatron", __doc__, LAYOUTS, QUICK, MODELS)
+    print_result("layouts_of_megatron", *measured(__doc__, LAYOUTS, QUICK, MODELS))
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def test_several_held_out_sets_are_one_table(run: Path, capfd: pytest.CaptureFix
     two = "eval_samples=2, held_out={'more': HeldOut(env=EvenWords(), num_eval=3)},"
     recipe = RECIPE.replace("num_steps=2,", f"num_steps=2, {two}")
     Path("suite.py").write_text(
-        recipe.replace("from rl.envs", "from controller.runs.loop_config import HeldOut\nfrom rl.envs")
+        recipe.replace("from rl.tiny", "from controller.runs.loop_config import HeldOut\nfrom rl.tiny")
     )
     *_, head, _, own, more = ownloop(capfd, "eval", "a", "suite.py")
     assert head.split(" | ") == ["| set", "problems", "answers", "reward", "pass_at_1", "pass_at_2", "majority_at_2 |"]

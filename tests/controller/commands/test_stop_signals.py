@@ -132,19 +132,23 @@ def test_a_terminal_that_is_closed_ends_every_process(tmp_path: Path) -> None:
     assert has_ended(int(file.read_text()))
 
 
-def test_ctrl_c_while_the_recipe_is_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["run", "show"])
+def test_ctrl_c_while_the_recipe_is_imported(name: str, tmp_path: Path) -> None:
+    interrupt_import(name, tmp_path)
+
+
+def interrupt_import(name: str, tmp_path: Path) -> None:
+    """A command that is interrupted while it imports its recipe ends at once and leaves nothing."""
     recipe = tmp_path / "slow.py"
     recipe.write_text("import time\nfrom pathlib import Path\nPath('importing').touch()\ntime.sleep(600)\n")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
-    for name in ("run", "parity"):
-        with subprocess.Popen(
-            command(name, "slow.py"), cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True
-        ) as process:
-            wait_until((tmp_path / "importing").exists, "the import of the recipe")
-            process.send_signal(INT)
-            assert wait_for_end(process, f"ownloop {name}") == (130, "", "interrupted\n")
-        (tmp_path / "importing").unlink()
+    words = command(name, "slow.py")
+    with subprocess.Popen(words, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True) as process:
+        wait_until((tmp_path / "importing").exists, "the import of the recipe")
+        process.send_signal(INT)
+        assert wait_for_end(process, f"ownloop {name}") == (130, "", "interrupted\n")
+    (tmp_path / "importing").unlink()
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"slow.py"}
 
 
