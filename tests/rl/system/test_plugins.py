@@ -223,5 +223,5 @@ def test_the_table_of_our_plugins_is_what_they_bring(plugin: str) -> None:
 
 
 def test_every_row_of_the_table_is_a_plugin() -> None:
-    assert OURS.keys() == FOLDERS.keys() | {"hosts"}
+    assert OURS.keys() == FOLDERS.keys()
     assert all(re.fullmatch(r"[a-z]+", name) for name in OURS)
