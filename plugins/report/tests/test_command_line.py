@@ -1,4 +1,4 @@
-"""The command and the loggers that this plug-in brings, by their names."""
+"""The command and the observers that this plug-in brings, by their names."""
 
 import importlib.util
 from pathlib import Path
@@ -14,12 +14,12 @@ def test_a_command_explains_its_arguments(capfd: pytest.CaptureFixture[str]) -> 
     assert_explains_its_arguments("report", capfd)
 
 
-def test_loggers_are_listed_with_what_they_need(capfd: pytest.CaptureFixture[str]) -> None:
-    assert parse_command(["list", "--parts"]).run() == 0
-    lines = {tuple(line.split()[:2]): line for line in capfd.readouterr().out.splitlines()}
+def test_dashboards_are_listed_with_what_they_need(capfd: pytest.CaptureFixture[str]) -> None:
+    assert parse_command(["list", "--plugins"]).run() == 0
+    listed = capfd.readouterr().out
+    assert "curves, report, tensorboard, trackio, wandb" in listed
     for name in ("wandb", "trackio", "tensorboard"):
-        installed = importlib.util.find_spec(name) is not None
-        assert lines["logger", name].endswith(" ready") if installed else f"'.[{name}]'" in lines["logger", name]
+        assert (f"`pip install {name}`" in listed) == (importlib.util.find_spec(name) is None)
 
 
 def test_a_page_is_written_to_a_file(
