@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -27,16 +27,27 @@ def checkout(tmp_path: Path) -> Path:
     """What set-up reads, in an empty directory whose name has a space."""
     path = tmp_path / "a checkout"
     path.mkdir()
-    for name in ("Makefile", "pyproject.toml", "README.md", "Dockerfile"):
+    for name in ("Makefile", "Dockerfile"):
         shutil.copy(ROOT / name, path)
     shutil.copytree(ROOT / "requirements", path / "requirements")
-    for name in PACKAGES:
-        (path / name).mkdir()
+    copy_project(ROOT, path, PACKAGES)
+    for plugin in ROOT.glob("plugins/*/pyproject.toml"):
+        name = plugin.parent.name
+        copy_project(plugin.parent, path / "plugins" / name, (f"ownloop_{name}", "configs"))
     for module in IMPORTED:
         file = (path / module).with_suffix(".py")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     return path
+
+
+def copy_project(project: Path, target: Path, packages: Iterable[str]) -> None:
+    """Copies what describes a distribution, with empty packages."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(project / name, target)
+    for name in packages:
+        (target / name).mkdir()
 
 
 @pytest.fixture
