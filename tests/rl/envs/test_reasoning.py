@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from rl.data.rows import is_eval
+from rl.envs import reasoning
 from rl.envs.procedural import TextProblem, eval_set, train_stream
 from rl.envs.reasoning import ReasoningGym
 
@@ -89,3 +90,11 @@ def test_too_few_distinct_problems_are_refused() -> None:
     assert all(not is_eval(p.id) for p in train_stream(coin, 0, 0, 50))
     with pytest.raises(ValueError, match="num_eval is 200, but the environment has only about"):
         eval_set(coin, 200)
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasoning._tasks.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.delitem(sys.modules, "reasoning_gym.factory", raising=False)
+    with pytest.raises(ValueError, match=r"ownloop\[reasoning\]"):
+        ReasoningGym(task="spell_backward")
