@@ -80,5 +80,5 @@ def test_one_prompt_with_one_answer_is_no_collapse(tmp_path: Path) -> None:
 
 def test_every_rule_is_tested_and_documented() -> None:
     assert {rule.name for rule in RULES} == {*WARNED, "collapse"}
-    page = (ROOT / "docs" / "report.md").read_text().partition("## Warnings")[2].partition("\n## ")[0]
+    page = (ROOT / "plugins" / "report" / "README.md").read_text().partition("## Warnings")[2].partition("\n## ")[0]
     assert dict(re.findall(r"^\| `([a-z-]+)` \| (.+) \|$", page, re.MULTILINE)) == {r.name: r.when for r in RULES}
