@@ -26,7 +26,8 @@ from rl.tiny_tasks import EvenWords, NumberWords
 from tests.waiting import LIMIT_S
 
 # Modules of rl/envs without environment.
-MODULES = {"calculator", "check", "math_answers", "math_process", "procedural"}
+ROOT = Path(__file__).parents[3]
+MODULES = {"calculator", "math_answers", "math_process", "procedural"}
 # These need a dataset, an optional package, a server or other environments, and have tests of their own.
 ELSEWHERE = {"mixture", "math_problems", "code_problems", "judged", "reward_model", "tools", "mcp_server"}
 
@@ -85,8 +86,10 @@ def _slowly(answer: str) -> float:
 
 
 def test_every_shipped_environment_is_checked() -> None:
-    files = {path.stem for path in (Path(__file__).parents[3] / "rl" / "envs").glob("[a-z]*.py")}
-    modules = [importlib.import_module(f"rl.envs.{name}") for name in files - MODULES - ELSEWHERE]
+    folders = {"rl.envs": ROOT / "rl" / "envs", "ownloop_tasks": ROOT / "plugins" / "tasks" / "ownloop_tasks"}
+    files = {package: {path.stem for path in folder.glob("[a-z]*.py")} for package, folder in folders.items()}
+    names = [f"{package}.{name}" for package in files for name in files[package] - MODULES - ELSEWHERE]
+    modules = [importlib.import_module(name) for name in ("rl.tiny_tasks", *names)]
     classes = [value for module in modules for value in vars(module).values() if inspect.isclass(value)]
     found = {each.__name__ for each in classes if hasattr(each, "train_problems") and each.__module__ != Env.__module__}
     assert found == set(SHIPPED)

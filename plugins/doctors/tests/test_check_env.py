@@ -13,6 +13,7 @@ from ownloop_tasks.guess_number import GuessNumber
 from rl.envs.largest_number import LargestNumber
 
 ROOT = Path(__file__).parents[3]
+TOY_RECIPE = ROOT / "tests" / "controller" / "commands" / "toy_recipe.py"
 
 MINE = """
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def test_an_environment_is_named_by_its_recipe_or_its_module(monkeypatch: pytest
         ("ownloop_tasks.guess_number:GuessNumbr", "cannot be made: .* has no attribute 'GuessNumbr'"),
         ("rl.envs.reasoning:ReasoningGym", "cannot be made: .* missing 1 required keyword-only argument: 'task'"),
         ("no_such_recipe", "no_such_recipe"),
-        (str(Path(__file__).with_name("toy_recipe.py")), "has no environment"),
+        (str(TOY_RECIPE), "has no environment"),
     ],
 )
 def test_what_is_not_there_is_named(name: str, message: str) -> None:

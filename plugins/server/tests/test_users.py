@@ -1,7 +1,6 @@
 """Keys, what users see of each other, and how much a request may ask for."""
 
 import json
-import sqlite3
 import ssl
 import subprocess
 import urllib.error
@@ -155,16 +154,6 @@ def _message(run: str) -> bytes:
     from tinker.proto import tinker_public_pb2 as messages
 
     return messages.ForwardBackwardRequest(model_id=run, seq_id=9, loss_fn="cross_entropy").SerializeToString()
-
-
-def test_a_server_reads_the_runs_of_one_that_knew_no_users(tmp_path: Path) -> None:
-    with running_server(tmp_path) as server:
-        run = server.client().create_lora_training_client("toy", rank=4).result().model_id
-    with sqlite3.connect(tmp_path / "gateway.sqlite") as connection:
-        connection.execute("DROP INDEX ix_training_runs_user")
-        connection.execute("ALTER TABLE training_runs DROP COLUMN user")
-    with running_server(tmp_path) as server:
-        assert ask(server, f"/api/v1/training_runs/{run}", None)[1]["model_owner"] == "local"
 
 
 def test_a_key_that_is_revoked_is_useless_at_once(server: RunningServer) -> None:

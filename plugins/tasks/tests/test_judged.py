@@ -9,11 +9,11 @@ import pytest
 
 from ownloop_tasks.guess_number import GuessNumber
 from ownloop_tasks.judged import Judge, JudgedEnv
+from plugins.tasks.tests.faulty_server import FaultyServer, faulty_server
 from rl.protocols import Observation
 from rl.rollouts.episodes import rollout_groups
 from rl.tiny_tasks import NumberWords
 from rl.types import Group, SamplingParams
-from tests.rl.envs.faulty_server import FaultyServer, faulty_server
 from tests.rl.fakes import ScriptedGenerator, WordRenderer
 from tests.waiting import LIMIT_S
 
