@@ -12,7 +12,7 @@ import torch
 
 from generator.config import GeneratorConfig, LoRALimits
 from generator.options import check_hardware, cpu_block_size, engine_options, generator_env
-from rl.tiny_models import tiny_llama, tiny_qwen3_moe
+from rl.tiny_models import tiny_llama
 from tests.architectures import MODELS
 from tests.generator.served_models import served_llama
 from tests.waiting import LIMIT_S
@@ -161,16 +161,6 @@ def test_adapters_of_vision_need_a_model_that_reads_images(tmp_path: Path) -> No
 def test_the_controller_side_does_not_import_vllm() -> None:
     source = "import sys, controller.handles.generator_handle; assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).parents[2], timeout=120)
-
-
-def test_gpu_logic_kernels_leave_experts_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Blackwell vLLM would take FlashInfer, which reorders experts when they are loaded first, but not at a pull."""
-    experts, dense = tiny_qwen3_moe(tmp_path / "experts"), served_llama(tmp_path / "dense", tied=True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert engine_options(GeneratorConfig(model=experts))["moe_backend"] == "triton"
-    assert "moe_backend" not in engine_options(GeneratorConfig(model=dense))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "moe_backend" not in engine_options(GeneratorConfig(model=experts))  # the CPU has one way only
 
 
 def test_gpu_logic_the_environment_is_that_of_its_host() -> None:

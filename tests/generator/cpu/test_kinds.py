@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from rl.types import Completion, SamplingParams
 from tests.generator.adapted import largest_error, merged, pull_adapter, random_adapter
 from tests.generator.engines import EngineFactory
 from tests.generator.published import PROMPTS, export, moved, pull
-from tests.generator.served_models import served_llama, served_qwen2, served_qwen3, served_qwen3_moe
+from tests.generator.served_models import served_llama, served_qwen2, served_qwen3
 from tests.stores import FakeStore
 from trainer.push import WeightPublisher
 
@@ -42,10 +43,6 @@ KINDS = {
 }
 """Values of oneDNN's cap, the instructions that each allows at most, and what else such a processor would have set."""
 CASES: dict[str, tuple[Callable[[Path], Path], dict[str, object]]] = {
-    "experts": (
-        served_qwen3_moe,
-        {},
-    ),  # first: the first engine of a process decides whether there is a group for experts
     "plain": (partial(served_llama, tied=False), {}),
     "tied": (partial(served_qwen3, tied=True), {}),
     "biased": (partial(served_qwen2, tied=False), {}),
@@ -78,7 +75,13 @@ async def _sample(engine: GenerationEngine, directory: Path, dtype: torch.dtype,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
 def test_pulls_equal_a_fresh_engine(tmp_path: Path, build_engine: EngineFactory, case: str, dtype: torch.dtype) -> None:
-    write, options = CASES[case]
+    assert_pulls_equal_a_fresh_engine(tmp_path, build_engine, *CASES[case], dtype)
+
+
+def assert_pulls_equal_a_fresh_engine(
+    tmp_path: Path, build_engine: EngineFactory, write: Callable[[Path], Path], options: Any, dtype: torch.dtype
+) -> None:
+    """Samples after three pulls are those of an engine that loads the same weights."""
     directory, name, adapted = write(tmp_path / "model"), str(dtype).removeprefix("torch."), "lora" in options
     store = FakeStore()
     publisher = WeightPublisher(dtype, store=store)
@@ -123,12 +126,17 @@ def test_convolutions_are_plain_or_packed_again(dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cap", KINDS)
 def test_pulls_equal_a_fresh_engine_on(cap: str) -> None:
+    assert_passes_on(cap, __file__, 2 * len(CASES) + 2)
+
+
+def assert_passes_on(cap: str, file: str, num_tests: int) -> None:
+    """The tests of a file pass where oneDNN and vLLM see such a processor."""
     flag, environment = KINDS[cap]
     if flag not in cpu_features():
         pytest.skip(f"hardware: this CPU has no {flag}, so it cannot pretend to be {cap}")
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider", __file__]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider", file]
     done = subprocess.run(
         command, env={**os.environ, **environment, CAP: cap}, capture_output=True, text=True, timeout=540, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    assert f"{2 * len(CASES) + 2} passed" in done.stdout
+    assert f"{num_tests} passed" in done.stdout

@@ -130,43 +130,6 @@ def test_tensor_parallel_must_divide_the_heads() -> None:
         check(LLAMA, tensor_parallel=4)
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "message"),
-    [
-        (
-            LLAMA,
-            {"data_parallel_shard": 2, "expert_parallel": 2},
-            "expert_parallel is 2; this model has no experts, so it must be 1",
-        ),
-        (
-            MOE,
-            {"data_parallel_shard": 3, "expert_parallel": 3},
-            r"expert_parallel is 3, .* the model's 8 experts; they allow \[1, 2, 4, 8\]",
-        ),
-        (MOE, {"tensor_parallel": 2}, "tensor_parallel is 2 and expert_parallel is 1; .* more than 1, for example 2"),
-    ],
-)
-def test_experts_must_fit_the_layout(model: dict[str, Any], layout: dict[str, int], message: str) -> None:
-    check(MOE, tensor_parallel=2, expert_parallel=2)
-    with pytest.raises(ValueError, match=message):
-        check(model, **layout)
-
-
-def test_experts_need_sequence_parallelism() -> None:
-    check(LLAMA, tensor_parallel=2, sequence_parallel=False)
-    with pytest.raises(ValueError, match=r"sequence_parallel is False and tensor_parallel is 2; .* must be True"):
-        check(MOE, tensor_parallel=2, expert_parallel=2, sequence_parallel=False)
-
-
-def test_expert_parallel_ranks_are_among_the_others() -> None:
-    config = TrainerConfig(
-        data_parallel_shard=2, data_parallel_replicate=3, context_parallel=2, tensor_parallel=2, expert_parallel=8
-    )
-    assert (config.num_ranks, config.num_data_parallel_ranks, config.num_model_parallel_ranks) == (24, 6, 4)
-    with pytest.raises(ValueError, match=r"expert_parallel is 3; .* which is 8: \[1, 2, 4, 8\]"):
-        check(MOE, data_parallel_shard=2, context_parallel=2, tensor_parallel=2, expert_parallel=3)
-
-
 def test_ranks_of_a_pipeline_are_given_the_same_share() -> None:
     config = TrainerConfig(pipeline_parallel=2, data_parallel_shard=2, tensor_parallel=2)
     assert (config.num_ranks, config.num_data_parallel_ranks, config.num_model_parallel_ranks) == (8, 2, 4)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from rl.tiny_models import tiny_llama, tiny_qwen3
 from tests.architectures import MODELS
 from tests.trainer.engines.odd_configs import assert_odd_is_refused, assert_refused_as_vllm_differs, miss_every_value
 from tests.waiting import LIMIT_S
@@ -82,14 +82,6 @@ def test_pipelines_that_do_not_fit_are_refused(
         check_model(TrainerConfig(model=model, **layout))
 
 
-def test_gpu_logic_experts_are_refused_by_fsdp1(tmp_path: Path) -> None:
-    experts = tiny_qwen3_moe(tmp_path / "experts")
-    with pytest.raises(ValueError, match=r"layers have 4 experts; .* The engines 'fsdp2' and 'torchtitan' do"):
-        check_model(TrainerConfig(model=experts, engine="fsdp1"))
-    for engine in ("fsdp2", "torchtitan"):
-        check_model(TrainerConfig(model=experts, engine=engine))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -141,14 +133,11 @@ def test_compilation_is_refused_without_a_compiler(model: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="hardware: a GPU compiles with Triton")
-def test_compilation_is_refused_where_it_fails(model: Path, tmp_path: Path) -> None:
+def test_compilation_is_refused_where_it_fails(model: Path) -> None:
     with pytest.raises(ValueError, match=r"tensor_parallel is 2, which torch does not compile .* without GPU"):
         check_model(TrainerConfig(model=model, compile=True, tensor_parallel=2))
-    experts = tiny_qwen3_moe(tmp_path)
-    with pytest.raises(ValueError, match="the model has experts, which torch does not compile"):
-        check_model(TrainerConfig(model=experts, compile=True))
     with pytest.raises(ValueError, match="compute_dtype must be 'bfloat16'"):
-        check_model(TrainerConfig(model=experts, compile=True, compute_dtype="float32"))
+        check_model(TrainerConfig(model=model, compile=True, compute_dtype="float32"))
 
 
 def test_a_check_loads_no_engine(model: Path) -> None:
