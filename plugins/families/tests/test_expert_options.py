@@ -38,6 +38,8 @@ def test_compilation_of_experts_is_refused(tmp_path: Path) -> None:
     experts = tiny_qwen3_moe(tmp_path)
     with pytest.raises(ValueError, match="the model has experts, which torch does not compile"):
         check_model(TrainerConfig(model=experts, compile=True))
+    with pytest.raises(ValueError, match="compute_dtype must be 'bfloat16'"):
+        check_model(TrainerConfig(model=experts, compile=True, compute_dtype="float32"))
 
 
 @pytest.mark.parametrize(

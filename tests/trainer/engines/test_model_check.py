@@ -136,8 +136,6 @@ def test_compilation_is_refused_without_a_compiler(model: Path) -> None:
 def test_compilation_is_refused_where_it_fails(model: Path) -> None:
     with pytest.raises(ValueError, match=r"tensor_parallel is 2, which torch does not compile .* without GPU"):
         check_model(TrainerConfig(model=model, compile=True, tensor_parallel=2))
-    with pytest.raises(ValueError, match="compute_dtype must be 'bfloat16'"):
-        check_model(TrainerConfig(model=model, compile=True, compute_dtype="float32"))
 
 
 def test_a_check_loads_no_engine(model: Path) -> None:
