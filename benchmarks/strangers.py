@@ -2,9 +2,9 @@
 
     python -m benchmarks.strangers [pytest's options]
 
-Runs every test that is marked `stranger("C3")`, where C3 names one of `ENTRIES`, and prints a line for each entry. An
-entry counts as wrong if a test of it fails or if it has none; the exit status is 1 if any is wrong. About two minutes
-on two cores.
+Runs every test that is marked `stranger("C3")`, where C3 names one of `ENTRIES` ("2.C3" is of the second round), and
+prints a line for each entry. An entry counts as wrong if a test of it fails or if it has none; the exit status is 1 if
+any is wrong. About two minutes on two cores.
 """
 
 import sys
@@ -55,6 +55,63 @@ ENTRIES = {
     "F6": "the report",
     "F7": "the pages",
     "F8": "progress in 80 columns",
+    "2.A1": "patterns over a text of a model",
+    "2.A2": "fifos, links and devices that a program left",
+    "2.A4": "work that says whether it passed",
+    "2.A5": "what an agent's box separates",
+    "2.A6": "Harbor's tasks as root",
+    "2.A7": "the network of containers",
+    "2.A8": "a Host header that opens the door",
+    "2.A9": "large bodies and idle connections",
+    "2.A10": "folders too deep, and claimed counts",
+    "2.A11": "code in a model's folder",
+    "2.B1": "an outage that is trained on",
+    "2.B2": "graders that cannot run",
+    "2.B3": "an MCP server that dies",
+    "2.B4": "tools and results of MCP",
+    "2.B5": "skipped steps",
+    "2.B6": "processes that die together",
+    "2.B7": "rewards that never return, forks and launches",
+    "2.B8": "a judge that was cut off",
+    "2.C1": "one optimizer after another",
+    "2.C2": "a loss and its normaliser",
+    "2.C3": "a fork's place in the data",
+    "2.C4": "every row once an epoch",
+    "2.C5": "random draws by one key",
+    "2.C6": "an evaluation that stands alone",
+    "2.C7": "a replay of a loop that samples again",
+    "2.C8": "a sweep over options of several words",
+    "2.C9": "steps that a logger has already",
+    "2.C10": "a schedule after a longer resume",
+    "2.C11": "long files of a run",
+    "2.C12": "checkpoints that name foreign classes",
+    "2.C13": "what Muon orthogonalises",
+    "2.D1": "the token that a reward model reads",
+    "2.D2": "one normalisation of a chat",
+    "2.D3": "prefilled answers and numbered messages",
+    "2.D4": "missing and numeric answers",
+    "2.D5": "columns that nobody asked for",
+    "2.D6": "transparent images",
+    "2.D7": "fences of code",
+    "2.D8": "a judge's numbers",
+    "2.D9": "two lengths of a rope",
+    "2.D10": "prompts that differ in blanks, and values too long",
+    "2.D11": "check-env and its best reward",
+    "2.E1": "Tinker: two writers of one model",
+    "2.E2": "Tinker: temperatures",
+    "2.E3": "schemas that refer to themselves",
+    "2.E4": "a schema beside a reasoning parser",
+    "2.E5": "parts of a message that nobody sees",
+    "2.E6": "options of vLLM that change tokens",
+    "2.F1": "the trace of the user's own code",
+    "2.F2": "a first evaluation that fails wholly",
+    "2.F3": "an adapter that is measured",
+    "2.F4": "what plan leaves out",
+    "2.F5": "W&B offline",
+    "2.F6": "more ranks than cores",
+    "2.F7": "options and words of the first steps",
+    "2.F9": "inputs that are named without a point",
+    "2.F10": "equal to the bit",
 }
 _MARKER = "stranger"
 
@@ -82,7 +139,7 @@ class Tally:
         for entry, what in ENTRIES.items():
             counts = ", ".join(f"{number} {outcome}" for outcome, number in sorted(self._outcomes[entry].items()))
             verdict = "WRONG" if entry in self.wrong else "right"
-            terminalreporter.write_line(f"{verdict} {entry:4}{what:60} {counts or 'no test'}")
+            terminalreporter.write_line(f"{verdict} {entry:6}{what:60} {counts or 'no test'}")
         terminalreporter.write_line(f"{len(self.wrong)} of {len(ENTRIES)} entries are wrong")
 
 
