@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.checks import check_types, named_function, prompt_fault
-from rl.data.rows import content_id, no_fault, python_order, read_rows, split, stream
+from rl.data.rows import content_id, no_fault, python_order, read_rows, spaced_alike, split, stream
 from rl.protocols import Done, Prompt
 
 
@@ -41,7 +41,7 @@ class JsonlReward:
         """Reads the file. Raises ValueError for a bad row, naming file and line, and if the function is not found."""
         check_types(self)
         self._reward_function()
-        _read.cache_clear()  # the file may have changed since another environment read it
+        _forget_if_changed(Path(self.file))
         train_rows, eval_rows = self._split()
         if not train_rows or not eval_rows:
             raise ValueError(
@@ -109,13 +109,25 @@ def no_reward(prompt: Prompt, completion: str, **fields: Any) -> float:
     return 0.0
 
 
+_stamps: dict[Path, tuple[int, int] | None] = {}
+"""Time of change in nanoseconds and size in bytes of each file when it was read."""
+
+
+def _forget_if_changed(file: Path) -> None:
+    """Has a changed file read anew; another configuration over the same file takes what was read."""
+    stamp = (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else None
+    if _stamps.get(file) != stamp:
+        _read.cache_clear()
+    _stamps[file] = stamp
+
+
 @functools.lru_cache(maxsize=8)  # a loop asks for problems at every step
 def _read(
     file: Path, prompt_field: str, fields: tuple[str, ...]
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Training and held-out rows without duplicates."""
+    """Training and held-out rows without duplicates. Prompts that differ in white space only are on the same side."""
     rows = read_rows(file, {prompt_field: prompt_fault, **{name: no_fault for name in fields if name != prompt_field}})
     distinct: dict[str, Mapping[str, Any]] = {}
     for row in rows:
         distinct.setdefault(content_id([row[prompt_field], {name: row[name] for name in fields}]), row)
-    return split(distinct.values(), lambda row: content_id(row[prompt_field]))
+    return split(distinct.values(), lambda row: content_id(spaced_alike(row[prompt_field])))

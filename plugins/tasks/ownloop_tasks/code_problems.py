@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from ownloop_sandbox import Sandbox, find_way, run_python
 from rl.checks import check_at_least, check_known, check_types
-from rl.data.rows import content_id, load_table, python_order, split, stream, without_held_out
+from rl.data.rows import content_id, load_columns, python_order, split, stream, without_held_out
 from rl.protocols import Done, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
 from rl.types import Answer
@@ -179,22 +179,15 @@ def _load(env: CodeProblems) -> tuple[list[CodeProblem], list[CodeProblem]]:
 def _problems(env: CodeProblems, name: str) -> list[CodeProblem]:
     """The problems of a split, without duplicates."""
     field = "CodeProblems.dataset"
-    table = load_table(env.dataset, split=name, subset=env.subset, revision=env.revision, field=field)
-    columns = {
-        each: column
-        for each in ("question", "tests", "setup", "solution")
-        if (column := getattr(env, each)) or each in ("question", "tests")
-    }
-    missing = [column for column in columns.values() if column not in table.column_names]
-    if missing:
-        raise ValueError(
-            f"{field} is {env.dataset!r}, whose split {name!r} has no column {missing[0]!r}; it has the columns "
-            f"{', '.join(map(repr, table.column_names))}"
-        )
+    named = {"question": env.question, "tests": env.tests, "setup": env.setup, "solution": env.solution}
+    names = {each: column for each, column in named.items() if column or each in ("question", "tests")}
+    columns = load_columns(
+        env.dataset, columns=[*names.values()], split=name, subset=env.subset, revision=env.revision, field=field
+    )
     distinct: dict[str, CodeProblem] = {}
-    for number, row in enumerate(table.select_columns([*columns.values()])):
+    for number, values in enumerate(zip(*(columns[column] for column in names.values()), strict=True)):
         where = f"{field} {env.dataset!r}, split {name!r}, row {number}"
-        problem = _problem(env, {each: row[column] for each, column in columns.items()}, where)
+        problem = _problem(env, dict(zip(names, values, strict=True)), where)
         distinct.setdefault(problem.id, problem)
     return [*distinct.values()]
 

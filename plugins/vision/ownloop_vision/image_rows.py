@@ -8,14 +8,14 @@ A tenth of the rows is held out, chosen by their content. Files of images stay o
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ownloop_vision.qwen_images import file_bytes
 from rl.checks import check_types, named_function
-from rl.data.rows import load_table, python_order, split, stream
+from rl.data.rows import load_columns, python_order, split, stream, text_of
 from rl.envs.procedural import TextProblem
 
 
@@ -96,28 +96,38 @@ class ImageRows:
         return functools.partial(named_function("ImageRows.reward", self.reward), answer)
 
     def _rows(self) -> "_Rows":
-        columns = (self.image_column, self.question_column, self.answer_column)
-        return _read(self.dataset, columns, self.question, self.split, self.subset, self.revision)
+        return _read(self)
 
 
 class _Rows:
-    """A table of `datasets`, whose images are not decoded."""
+    """Columns of a data set, whose images are not decoded."""
 
-    def __init__(self, table: Any, folder: Path, columns: tuple[str, str, str], question: str) -> None:
-        self._table, self._folder, self._question = table, folder, question
-        self._images, self._questions, self._answers = columns
-        self.ids = [_id(*self.read(number)) for number in range(len(table))]
-        self.train, self.held_out = split(range(len(table)), self.ids.__getitem__)
+    def __init__(self, env: ImageRows) -> None:
+        names = [name for name in (env.image_column, env.question_column, env.answer_column) if name]
+        columns = load_columns(
+            env.dataset,
+            columns=names,
+            split=env.split,
+            subset=env.subset,
+            revision=env.revision,
+            field="ImageRows.dataset",
+        )
+        where = f"ImageRows.dataset {env.dataset!r}, split {env.split!r}, column"
+        path = Path(env.dataset).expanduser()
+        self._folder = path if path.is_dir() else path.parent
+        self._images = columns[env.image_column]
+        self._answers = _texts(columns[env.answer_column], f"{where} {env.answer_column!r}")
+        self._questions = [env.question] * len(self._answers)
+        if env.question_column:
+            self._questions = _texts(columns[env.question_column], f"{where} {env.question_column!r}")
+        self.ids = [_id(*self.read(number)) for number in range(len(self._answers))]
+        self.train, self.held_out = split(range(len(self.ids)), self.ids.__getitem__)
 
     def read(self, number: int) -> tuple[str, str, list[bytes]]:
         """Question, answer and files of images of a row. Raises ValueError for an image that cannot be read."""
-        row: Mapping[str, Any] = self._table[number]
-        answer: Any = row[self._answers]
-        names = getattr(self._table.features[self._answers], "names", None)
-        question = str(row[self._questions]) if self._questions else self._question
-        found: Any = row[self._images]
+        found: Any = self._images[number]
         images: Sequence[Any] = found if isinstance(found, list) else [found]
-        return question, str(names[answer] if names else answer), [file_bytes(self._located(each)) for each in images]
+        return self._questions[number], self._answers[number], [file_bytes(self._located(each)) for each in images]
 
     def _located(self, image: Any) -> Any:
         """A path from the file's folder on."""
@@ -125,30 +135,11 @@ class _Rows:
         return self._folder / image if is_path else image
 
 
-@functools.lru_cache(maxsize=4)  # a loop asks for problems at every step
-def _read(
-    dataset: str,
-    columns: tuple[str, str, str],
-    question: str,
-    split_name: str,
-    subset: str | None,
-    revision: str | None,
-) -> _Rows:
-    import datasets  # importing it takes a second, which `--help` should not
+_read = functools.lru_cache(maxsize=4)(_Rows)  # a loop asks for problems at every step
 
-    table = load_table(dataset, split=split_name, subset=subset, revision=revision, field="ImageRows.dataset")
-    for column in filter(None, columns):
-        if column not in table.column_names:
-            raise ValueError(
-                f"ImageRows.dataset is {dataset!r}, which has no column {column!r}; it has the columns "
-                f"{', '.join(map(repr, table.column_names))}"
-            )
-    kind = table.features[columns[0]]
-    if isinstance(kind, datasets.Image):
-        table = table.cast_column(columns[0], datasets.Image(decode=False))
-    elif isinstance(getattr(kind, "feature", None), datasets.Image):
-        table = table.cast_column(columns[0], datasets.List(datasets.Image(decode=False)))
-    return _Rows(table, Path(dataset).expanduser().parent, columns, question)
+
+def _texts(values: Sequence[Any], where: str) -> list[str]:
+    return [text_of(value, f"{where}: row {number}") for number, value in enumerate(values)]
 
 
 def _id(question: str, answer: str, images: Sequence[bytes]) -> str:

@@ -82,3 +82,17 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
             ImageRows(**{**given, **changes})
     with pytest.raises(ValueError, match=r"num_eval is 240, but .* has only"):
         env.eval_problems(240)
+
+
+@pytest.mark.stranger("2.D4")
+def test_answers_are_the_texts_of_the_file(tmp_path: Path) -> None:
+    made = pictures(tmp_path)
+    lines = [f"{file.relative_to(tmp_path)},00{i}" for i, (file, _) in enumerate(made)]
+    (tmp_path / "rows.csv").write_text("\n".join(["image,answer", *lines]))
+    env = ImageRows(dataset=str(tmp_path / "rows.csv"), question="which?", answer_column="answer")
+    assert {problem.answer for problem in env.train_problems(0, 0, 20)} <= {f"00{i}" for i in range(NUM_ROWS)}
+    for value in ("null", "NaN", "[1]"):
+        rows = [f'{{"image": "{file.relative_to(tmp_path)}", "answer": {value}}}' for file, _ in made]
+        (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+        with pytest.raises(ValueError, match="column 'answer': row 0 is"):
+            ImageRows(dataset=str(tmp_path / "rows.jsonl"), question="which?", answer_column="answer")
