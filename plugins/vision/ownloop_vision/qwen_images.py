@@ -18,7 +18,7 @@ from rl.images import PlacedImage, TokensWithImages
 from rl.system.hf_config import read_config_file
 
 _ACCEPTED = "the bytes of an image file, a path, a data URL, or an image of Pillow"
-_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # others become RGB
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -93,7 +93,8 @@ def file_bytes(source: Any) -> bytes:
         source = fields.get("bytes") or fields.get("path")
     if isinstance(source, Image.Image):
         file, upright = io.BytesIO(), _of_8_bits(_upright(source))
-        (upright if upright.mode in _PNG_MODES else upright.convert("RGB")).save(file, "PNG")
+        other = "RGBA" if upright.has_transparency_data else "RGB"
+        (upright if upright.mode in _PNG_MODES else upright.convert(other)).save(file, "PNG")
         return file.getvalue()
     if isinstance(source, bytes | bytearray):
         return bytes(source)
@@ -120,7 +121,7 @@ def _data_url(url: str) -> bytes:
 
 
 def pixels(data: bytes) -> Image.Image:
-    """The whole image, decoded, in RGB, turned as its EXIF says.
+    """The whole image, decoded, in RGB, turned as its EXIF says, on white where it is transparent, as in vLLM.
 
     Raises ValueError for a file that is broken or of no known format.
     """
@@ -131,7 +132,10 @@ def pixels(data: bytes) -> Image.Image:
         raise ValueError(f"an image of {len(data)} bytes is in no format that Pillow knows") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"an image of {len(data)} bytes is broken: {error}") from None
-    return _of_8_bits(upright).convert("RGB")
+    image = _of_8_bits(upright)
+    if image.has_transparency_data:
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA")).convert("RGB")
+    return image.convert("RGB")
 
 
 def _upright(image: Image.Image) -> Image.Image:

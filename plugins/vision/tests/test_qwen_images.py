@@ -97,6 +97,37 @@ def test_images_of_every_mode_become_rgb(mode: str) -> None:
     assert np.array_equal(np.asarray(pixels(file_bytes(image))), np.asarray(image.convert("RGB")))
 
 
+@pytest.mark.stranger("2.D6")
+@pytest.mark.parametrize(
+    ("mode", "form"),
+    [
+        *(("RGBA", form) for form in ("PNG", "WEBP", "GIF", "TIFF", None)),
+        *(("LA", form) for form in ("PNG", "WEBP", "TIFF", None)),
+        *(("P", form) for form in ("PNG", "WEBP", None)),
+        *(("L", form) for form in ("PNG", "GIF", None)),
+        ("RGBa", None),
+    ],
+)
+def test_what_is_transparent_is_on_white(mode: str, form: str | None) -> None:
+    alpha = Image.new("L", (8, 8))
+    alpha.paste(255, (4, 0, 8, 8))
+    image = Image.new("RGB", (8, 8), (0, 0, 0)).convert("LA" if mode == "LA" else "RGBA")
+    image.putalpha(alpha)
+    if mode == "P":
+        image = image.quantize(2)
+    elif mode == "L":  # a grey is declared transparent
+        image = alpha.point(lambda value: 0 if value else 9)
+        image.info["transparency"] = 9
+    else:
+        image = image.convert(mode)
+    file = io.BytesIO()
+    if form:
+        image.save(file, form)
+    read = np.asarray(pixels(file.getvalue() if form else file_bytes(image)))
+    assert (read[:, :4] == 255).all()
+    assert (read[:, 4:] == 0).all()
+
+
 @pytest.mark.parametrize("order", ["<", ">"])
 @pytest.mark.parametrize("form", ["PNG", "TIFF", None])
 def test_grey_of_16_bits_is_scaled_to_8(order: str, form: str | None) -> None:
