@@ -42,6 +42,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _OF_WHOLE = ("architectures", "tie_word_embeddings")
 """Settings of a model with several parts that its `text_config` may repeat with other values."""
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
+_BEFORE_SCALING = "original_max_position_embeddings"
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 
 
@@ -195,9 +196,9 @@ def read_config(path: Path) -> Mapping[str, Any]:
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of rotary embeddings under the names of transformers 5, of a config in any spelling.
 
-    `rope_scaling` goes before `rope_parameters`, whose base is then not used either, as in transformers'
-    `RotaryEmbeddingConfigMixin`. Gemma 3 has a set for each of two kinds of layers, and `rope_scaling` changes the one
-    for full attention.
+    As in transformers' `RotaryEmbeddingConfigMixin`, `rope_scaling` goes before `rope_parameters`, whose base is then
+    not used either, and the length before scaling that stands beside them goes before the one in them. Gemma 3 has a
+    set for each of two kinds of layers, and `rope_scaling` changes the one for full attention.
     """
     new: Mapping[str, Any] = config.get("rope_parameters") or {}
     old: Mapping[str, Any] = config.get("rope_scaling") or {}
@@ -209,6 +210,9 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
         rope.setdefault("rope_theta", config["rope_theta"])
     if "type" in rope:
         rope.setdefault("rope_type", rope.pop("type"))
+    if rope.get("rope_type") in ("llama3", "yarn", "longrope"):
+        length = config.get(_BEFORE_SCALING) or rope.get(_BEFORE_SCALING) or config.get("max_position_embeddings")
+        rope[_BEFORE_SCALING] = length
     return rope
 
 
@@ -321,8 +325,7 @@ def longest_context(config: Mapping[str, Any]) -> int:
     rope = rope_parameters(config)
     if rope.get("rope_type") not in ("longrope", "su", "dynamic"):
         return longest
-    name = "original_max_position_embeddings"
-    return min(longest, rope.get(name) or config.get(name) or longest)
+    return min(longest, rope.get(_BEFORE_SCALING) or config.get(_BEFORE_SCALING) or longest)
 
 
 def end_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:

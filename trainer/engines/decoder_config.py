@@ -189,9 +189,6 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | No
     if rope_type == "default":
         return theta, None
     if rope_type == "llama3":
-        # transformers takes the context for the length before scaling where a file does not state that.
-        length = config.get("original_max_position_embeddings") or config.get("max_position_embeddings")
-        rope.setdefault("original_max_position_embeddings", length)
         fields = [field.name for field in dataclasses.fields(Llama3RopeScaling)]
         if lacking := [name for name in fields if not isinstance(rope.get(name), int | float)]:
             raise ValueError(f"config.json: rope_type is 'llama3' and {lacking[0]} is {rope.get(lacking[0])!r}")

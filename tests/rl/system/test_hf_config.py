@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from rl.system.hf_config import inspect_model, is_tied, read_config
+from rl.system.hf_config import inspect_model, is_tied, read_config, rope_parameters
 from rl.system.model_files import stored_shapes
 from rl.tiny_models import TINY_SHAPE, VOCAB_SIZE, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 from trainer.engines.decoder_config import parse_decoder_config
@@ -220,3 +220,24 @@ def test_the_scaling_is_the_one_that_transformers_takes(tmp_path: Path, new: Any
     assert (scaling is not None) == (expected["rope_type"] == "llama3")
     if scaling is not None:
         assert asdict(scaling) == {name: expected[name] for name in asdict(scaling)}
+
+
+@pytest.mark.stranger("2.D9")
+@pytest.mark.parametrize("beside", ["absent", 16, 64])
+@pytest.mark.parametrize("within", ["absent", 32])
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+def test_the_length_before_scaling_is_the_one_that_transformers_takes(
+    tmp_path: Path, spelling: str, kind: str, within: Any, beside: Any
+) -> None:
+    length = "original_max_position_embeddings"
+    rope = {**(LLAMA3 if kind == "llama3" else YARN), "rope_theta": 7.0}
+    rope = {name: value for name, value in rope.items() if name != length} | (
+        {} if within == "absent" else {length: within}
+    )
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TINY_SHAPE, spelling: rope}
+    config |= {} if beside == "absent" else {length: beside}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = AutoConfig.from_pretrained(tmp_path)
+    expected.standardize_rope_params()  # as a model of it does
+    assert rope_parameters(read_config(tmp_path)) == expected.rope_parameters
