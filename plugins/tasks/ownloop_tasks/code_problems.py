@@ -3,8 +3,8 @@
     CodeProblems(dataset="google-research-datasets/mbpp", subset="full", eval_split="test")
     CodeProblems(dataset="problems.jsonl")                 JSON lines, Parquet or CSV, or a folder of such files
 
-The tests run in the process of the code that they test, as in the published benchmarks: code that makes any comparison
-true passes them. Output and an early exit earn nothing.
+The tests run in another process than the code that they test (`code_process.py`), which sees the arguments of calls and
+not what is expected. The plug-in's page says what this cannot tell from a solution.
 """
 
 import re
@@ -12,7 +12,8 @@ import secrets
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any, get_args
 
 from ownloop_sandbox import Sandbox, find_way, run_python
@@ -22,26 +23,9 @@ from rl.protocols import Done, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
 from rl.types import Answer
 
-_BLOCK = re.compile(r"(```+|~~~+)[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)\1", re.DOTALL)
+_OPENING = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+\{?\.?([\w+#.-]*+)[^`]*+")
+_QUOTES = re.compile(r"""\\.|\"{3}|'{3}|["'#]""")
 _PYTHON = ("python", "python3", "py", "py3")
-# Fails as a whole if the code does. Its names are local, so that the code replaces none. The count stands between two
-# marks, so that no other output is taken for it; code that searched the interpreter's stack could find the mark, as it
-# could find the tests.
-_PROGRAM = """\
-import io, sys
-def score(code, tests, mark, run=exec, words=str, failure=BaseException):
-    out, sys.stdout, space, passed = sys.stdout, io.StringIO(), {{"__name__": "answer"}}, 0
-    run(code, space)
-    for test in tests:
-        try:
-            run(test, space)
-        except failure:
-            continue
-        passed += 1
-    out.write(mark + words(passed) + mark)
-    out.flush()
-score(*{parts!r})
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +123,10 @@ class CodeProblem:
         code = python_of(Answer.read(completion).content)
         passed, mark = 0, secrets.token_hex(16)
         if code:
-            parts = (f"{self.setup}\n{code}", self.tests, mark)
-            result = await run_python(
-                _PROGRAM.format(parts=parts), sandbox=self.sandbox, time_limit_s=self.time_limit_s
-            )
-            _, *counts = result.output.split(mark)
-            passed = int(counts[0]) if result.ok and len(counts) == 2 else 0
+            program = f"{_process()}\nscore(*{(_process(), mark, self.setup, code, self.tests)!r})"
+            result = await run_python(program, sandbox=self.sandbox, time_limit_s=self.time_limit_s)
+            counted = re.fullmatch(rf"{mark} (\d+) {mark}", result.output)
+            passed = int(counted[1]) if result.ok and counted is not None else 0
         part = passed / len(self.tests)
         metrics = {"code_found": float(bool(code)), "tests_passed": part}
         return Done(reward=part if self.partial_credit else float(passed == len(self.tests)), metrics=metrics)
@@ -153,11 +135,79 @@ class CodeProblem:
 def python_of(text: str) -> str:
     """The last block of a text that is called Python, or else the last without a name; empty if there is none.
 
-    A block may be indented, as in a list.
+    A block may be indented, as in a list. One that nothing closes ends where the next one begins, or with the text.
+    Fences within a string in triple quotes are part of the code. The time is linear in the length.
     """
-    blocks = [(name.lower(), code) for _, name, code in _BLOCK.findall(text.replace("\r\n", "\n"))]
-    found = [code for name, code in blocks if name in _PYTHON] or [code for name, code in blocks if not name]
-    return textwrap.dedent(found[-1]) if found else ""
+    lines, found, at = text.replace("\r\n", "\n").split("\n"), dict[bool, Sequence[str]](), 0
+    while at < len(lines):
+        opening = _opening(lines[at]) or _opening(lines[at][max(lines[at].rfind("```"), 0) :], _PYTHON)
+        at += 1
+        if opening is not None:
+            code, at = _block(lines, at, opening[0], has_strings=opening[1] in ("", *_PYTHON))
+            if opening[1] in ("", *_PYTHON):
+                found[opening[1] in _PYTHON] = code
+    return textwrap.dedent("".join(f"{line}\n" for line in found.get(True, found.get(False, []))))
+
+
+@cache
+def _process() -> str:
+    return Path(__file__).with_name("code_process.py").read_text(encoding="utf-8")
+
+
+def _opening(line: str, names: Sequence[str] = ()) -> tuple[str, str] | None:
+    """The fence that begins the line and the language behind it, if it opens a block; of `names`, if there are any."""
+    found = _OPENING.fullmatch(line)
+    name = found[2].lower() if found is not None else ""
+    return (found[1], name) if found is not None and (not names or name in names) else None
+
+
+def _block(lines: Sequence[str], start: int, fence: str, *, has_strings: bool) -> tuple[Sequence[str], int]:
+    """The lines of the block that begins at `start`, and where to look for the next."""
+    quote, late = "", -1
+    first: tuple[int, bool] | None = None  # the first fence in a string, and whether it opens a block
+    waiting = first  # a fence in a string that waits for its pair
+    for at in range(start, len(lines)):
+        line = lines[at].strip()
+        closes = len(line) >= len(fence) and not line.strip(fence[0])
+        opens = not closes and bool((_opening(line) or ("", ""))[1])
+        if not quote and (closes or opens):
+            return _unclosed(lines, start, at, late, fence) if opens else (lines[start:at], at + 1)
+        if not (closes or opens):
+            late = at if late < 0 and not quote and line.endswith(fence) else late
+        elif waiting is None:
+            waiting = (at, opens)
+            first = first or waiting
+        elif opens and not waiting[1]:  # the string was none: its first fence was the end of the block
+            return lines[start : waiting[0]], waiting[0] + 1
+        else:
+            waiting = (at, True) if opens else None
+        quote = _quote_after(line, quote) if has_strings else ""
+        waiting, first = (waiting, first) if quote else (None, None)
+    if first is not None:  # nothing closes the string, so it was none
+        return lines[start : first[0]], first[0] + (not first[1])
+    return _unclosed(lines, start, len(lines), late, fence)
+
+
+def _unclosed(lines: Sequence[str], start: int, end: int, late: int, fence: str) -> tuple[Sequence[str], int]:
+    """A block without a line that closes it: it ends with its first line that ends with a fence, if one does."""
+    return ([*lines[start:late], lines[late].rstrip().removesuffix(fence)] if late >= 0 else lines[start:end]), end
+
+
+def _quote_after(line: str, quote: str) -> str:
+    """The triple quotes that are open after a line of Python, before which `quote` was."""
+    single = ""
+    for found in _QUOTES.finditer(line):
+        token = found[0]
+        if quote or single:
+            quote = "" if token == quote else quote
+            single = "" if token[0] == single else single
+        elif token == "#":
+            break
+        elif len(token) == 3:
+            quote = token
+        elif token[0] != "\\":
+            single = token
+    return quote
 
 
 @lru_cache(maxsize=8)  # a loop asks for problems at every step

@@ -32,6 +32,19 @@ Answer:
 
 Reply with the number alone."""
 
+_COMPLETE = (None, "stop", "eos", "end_turn", "stop_sequence")  # as servers of several makers say it
+_MINUS = dict.fromkeys((0x2212, 0xFE63, 0xFF0D, *range(0x2010, 0x2014)), "-")
+# A number that is neither in another nor the end of a scale, such as the 10 of "8/10" and "8 out of 10".
+_NUMBER = r"(?<![\d/])(?<!\d[.,])(?<!/ )(?<!\bof )-?\d+(?:[.,]\d+)?(?![.,]?\d)"
+# In the order in which they are looked for; `{{end}}` stands for the end of the scale.
+_SCORES = (
+    rf"({_NUMBER})[\s*_`]*+(?:points?|stars?)?[\s*_`(]*+(?:/|(?:out )?of\b)[\s*_`]*+{{end}}(?![.,]?\d)",
+    rf"(?i)\b(?:score|rating|grade|mark)\b[^\w\n]{{{{0,10}}}}?(?:(?:is|of|as|at)\b[^\w\n]{{{{0,10}}}}?)?({_NUMBER})",
+    rf"(?m)^[^\w\n]*?({_NUMBER})[^\w\n]*+$",
+    rf"\A[^\w\n]*?({_NUMBER})\W*?[.:;,)\-]\s(?![^\0]*\n *2[.)])",
+    _NUMBER,
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
@@ -39,7 +52,8 @@ class Judgement:
 
     said: str = ""
     reward: float = 0.0
-    cut_off: bool = False
+    finish_reason: str | None = None
+    """Why the judge's words end, as its server says."""
     problem: str = ""
     """Why it has no reward; empty if it has one."""
     num_prompt_tokens: int = 0
@@ -90,10 +104,11 @@ class Judge:
     template: str = _TEMPLATE
     """What the judge is asked. `{prompt}` and `{answer}` stand for the conversation, `{lowest}` and `{highest}` for the
     scale."""
-    score_pattern: str = r"(?<![\d/])(?<!\d\.)(?<!/ )(?<!out of )-?\d+(?:\.\d+)?"
-    """A regular expression: its last match in the judge's answer is the score, its first group if it has one. The
-    default is a number that is not the end of a scale, such as the 10 of "8/10" and "8 out of 10". Not searched are the
-    judge's reasoning, and where it repeats its scale: "from 0 to 10", "0-10", "10 is the best"."""
+    score_pattern: str = ""
+    """A regular expression: its last match in the judge's answer is the score, its first group if it has one. Without
+    one, the score is the last number with the scale behind it ("7/10"), or else behind a word ("Score: 7"), alone on a
+    line, or at the beginning of a sentence that begins the answer; or else the last number. "7,5" is 7.5. Not searched
+    are the judge's reasoning, and where it repeats its scale: "from 0 to 10", "0-10", "10 is the best"."""
     lowest: float = 0.0
     """The score that becomes reward 0."""
     highest: float = 10.0
@@ -148,11 +163,13 @@ class Judge:
         # All names at once: the model's answer may contain one of them.
         question = re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], self.template)
         judgement = await _ask(self, question)
-        if judgement.cut_off:
-            problem = f"its answer {judgement.said!r:.80} was cut off; raise max_tokens in Judge.options"
-            return replace(judgement, problem=problem)
+        if judgement.finish_reason not in _COMPLETE:
+            why = "was cut off; raise max_tokens in Judge.options"
+            if judgement.finish_reason != "length":
+                why = f"is not complete: its server says {judgement.finish_reason!r}"
+            return replace(judgement, problem=f"its answer {judgement.said!r:.80} {why}")
         try:
-            return replace(judgement, reward=_reward(self, judgement.said))
+            return replace(judgement, reward=score_of(self, judgement.said))
         except ValueError as error:
             return replace(judgement, problem=f"{error}")
 
@@ -280,18 +297,21 @@ async def _judge(judge: AnyJudge, prompt: Prompt, turns: Sequence[Mapping[str, s
     return replace(judgement, reward=judge.failure_reward or 0.0) if judgement.problem else judgement
 
 
-def _reward(judge: Judge, said: str) -> float:
+def score_of(judge: Judge, said: str) -> float:
     """The score on the scale of rewards. Raises ValueError for an answer without a score, and for one off the scale."""
-    low, high = (rf"{re.escape(f'{end:g}')}(?:\.0+)?" for end in (judge.lowest, judge.highest))
+    low, high = (rf"{re.escape(f'{end:g}')}(?:[.,]0+)?" for end in (judge.lowest, judge.highest))
     scale = rf"(?<![\d.]){low} *(?:to|and|through|-|\u2013) *{high}(?![\d.]*\d)"
     one_end = rf"(?<![\d.])(?:{low}|{high}) *(?:=|(?:is|means|being)\b)"
-    text = re.sub(scale, " ", Answer.read(said).content)
+    text = re.sub(scale, " ", Answer.read(said).content.translate(_MINUS))
+    patterns = [judge.score_pattern] if judge.score_pattern else [pattern.format(end=high) for pattern in _SCORES]
     # "10 is my score" explains no scale: nothing else is there.
-    matches = (list(re.finditer(judge.score_pattern, each)) for each in (re.sub(one_end, " ", text), text))
-    found = next(filter(None, matches), [])
-    if not found:
+    texts = (re.sub(one_end, " ", text), text)
+    found = next(filter(None, ([*re.finditer(each, read)] for read in texts for each in patterns)), None)
+    if found is None:
         raise ValueError(f"its answer {said!r:.80} holds no score")
-    score = float(found[-1][1] if found[-1].re.groups else found[-1][0])
+    words = found[-1][1] if found[-1].re.groups else found[-1][0]
+    thousands = judge.highest >= 1000 and re.fullmatch(r"-?\d{1,3},\d{3}", words)
+    score = float(words.replace(",", "" if thousands else "."))
     if not judge.lowest <= score <= judge.highest:
         raise ValueError(f"its score {score:g} is not between {judge.lowest:g} and {judge.highest:g}")
     return (score - judge.lowest) / (judge.highest - judge.lowest)
@@ -312,7 +332,7 @@ async def _ask(judge: Judge, question: str) -> Judgement:
         turns.release()
     return Judgement(
         said=answer.choices[0].message.content or "",
-        cut_off=answer.choices[0].finish_reason == "length",
+        finish_reason=answer.choices[0].finish_reason,
         num_prompt_tokens=(answer.usage and answer.usage.prompt_tokens) or 0,
         num_completion_tokens=(answer.usage and answer.usage.completion_tokens) or 0,
         num_retries=raw.retries_taken,

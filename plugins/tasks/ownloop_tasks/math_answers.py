@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from decimal import Decimal
 from multiprocessing import Pipe
@@ -34,11 +35,12 @@ _BARE = re.compile(
     r"[-+]?(?:\\?\$?\d+(?:,\d{3})*(?:\.\d+)?(?:\s*/\s*\d+)?|\\[dt]?frac\s*\d\s*\d"
     r"|\\(?!(?:boxed|fbox|framebox)(?![a-zA-Z]))[a-zA-Z]+(?:\s*\{[^{}]{0,100}\})*|[a-zA-Z])"
 )
-_MATH = r"(?:[\s$]|\\[()\[\],;:!]|\\q?quad)*"
+_MATH = r"(?:[\s$]|\\[()\[\],;:!]|\\q?quad)*+"  # possessive, so that two of them share a run in one way only
 _LINK = r"(?:[,;]|and|or|\\text\s*\{\s*(?:and|or)\s*\})"
 _NAMED = rf"(?:[a-zA-Z](?:_\{{?\w+\}}?)?{_MATH}(?:=|\\in){_MATH})?"
 _JOINED = re.compile(rf"{_MATH}\.?{_MATH}(?:{_LINK}{_MATH})+{_NAMED}")  # between two boxes that are one answer
 _APART = re.compile(rf"{_MATH}(?:{_LINK}{_MATH})*{_NAMED}")  # the same for an answer that is known to be a list
+_BRACKETS = {")": "(", "]": "[", "}": "{"}
 _LISTS = re.compile(r"[,;]|\b(?:and|or)\b")
 _COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d)")
 _GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,?\\[,!:; ]|\{,\}|~)\d{3})+(?!\d)")
@@ -115,7 +117,7 @@ class _Box:
     start: int
     end: int
     """After the box. Of an open box, -1."""
-    content: str = ""
+    content: str
 
 
 def _boxes(text: str, *, is_cut_off: bool = False) -> list[_Box]:
@@ -124,7 +126,8 @@ def _boxes(text: str, *, is_cut_off: bool = False) -> list[_Box]:
     A box is `\\boxed`, `\\fbox` or `\\framebox`, with braces or, as LaTeX allows, without: `\\boxed 5`. In a text that
     was cut off, a box without braces at its very end is open, and so is one whose name is not complete.
     """
-    found, begun = list[_Box](), list[tuple[int, int] | None]()  # of each brace that is open: start, begin of content
+    # Start, end, and where the content begins and ends. Contents are read last: of boxes in boxes, of the outer alone.
+    found, begun = list[tuple[int, int, int, int]](), list[tuple[int, int] | None]()
     skipped = 0
     for token in _BRACES.finditer(text):
         at, end = token.start(), token.end()
@@ -133,7 +136,7 @@ def _boxes(text: str, *, is_cut_off: bool = False) -> list[_Box]:
         if token[0] == "}":
             box = begun.pop() if begun else None
             if box is not None:
-                found.append(_Box(start=box[0], end=end, content=_bare(text[box[1] : at])))
+                found.append((box[0], end, box[1], at))
         elif token[0] == "{":
             begun.append(None)
         elif text[end : end + 1] == "{":
@@ -141,22 +144,18 @@ def _boxes(text: str, *, is_cut_off: bool = False) -> list[_Box]:
             skipped = end + 1
         elif bare := _BARE.match(text, end):
             is_open = is_cut_off and bare.end() == len(text)
-            found.append(_Box(start=at, end=-1 if is_open else bare.end(), content=bare[0]))
+            found.append((at, -1 if is_open else bare.end(), *bare.span()))
         elif end == len(text):
-            found.append(_Box(start=at, end=-1))
-    found += [_Box(start=box[0], end=-1) for box in begun if box is not None]
+            found.append((at, -1, 0, 0))
+    found += [(box[0], -1, 0, 0) for box in begun if box is not None]
     name = text.rfind("\\")
     if is_cut_off and name >= 0 and any(each.startswith(text[name:]) for each in ("\\boxed", "\\fbox", "\\framebox")):
-        found.append(_Box(start=name, end=-1))
-    return _outer(found)
-
-
-def _outer(boxes: list[_Box]) -> list[_Box]:
-    """Boxes that hold something and are not within another closed one, by their starts."""
+        found.append((name, -1, 0, 0))
     outer = list[_Box]()
-    for box in sorted(boxes, key=lambda box: box.start):
-        if (box.end < 0 or box.content) and not (outer and box.start < outer[-1].end):
-            outer.append(box)
+    for start, end, first, last in sorted(found):
+        if not (outer and start < outer[-1].end):
+            content = _bare(text[first:last])
+            outer += [_Box(start=start, end=end, content=content)] if end < 0 or content else []
     return outer
 
 
@@ -201,10 +200,18 @@ def _begin_of_open_box(text: str) -> int:
 def is_list(answer: str) -> bool:
     """Whether the answer has several parts: "1,2", "1 or 2"; not "1,234" and "(1,2)"."""
     text = _COMMAS.sub("0", answer.strip().removeprefix("\\{").removesuffix("\\}"))
-    before = ""
-    while text != before:
-        before, text = text, re.sub(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}", "", text)
-    return bool(_LISTS.search(text))
+    outside, begun, open_brackets = list[str](), list[int](), Counter[str]()
+    for character in text:
+        outside.append(character)
+        if character in "([{":
+            begun.append(len(outside) - 1)
+            open_brackets[character] += 1
+        elif open_brackets[bracket := _BRACKETS.get(character, "")]:
+            while outside[at := begun.pop()] != bracket:  # an unclosed one within
+                open_brackets[outside[at]] -= 1
+            open_brackets[bracket] -= 1
+            del outside[at:]
+    return bool(_LISTS.search("".join(outside)))
 
 
 def plain(text: str) -> str:

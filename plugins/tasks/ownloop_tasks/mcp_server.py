@@ -5,16 +5,19 @@
 The server starts when the first problem is made, serves all episodes of this process and ends with it. A run makes its
 held-out problems before it starts trainer and generator, so it refuses there a server that does not work. A script can
 start the server earlier, without holding up its event loop: `await asyncio.to_thread(server.tools)`. What one episode
-changes in the server, others see. Protocol: https://modelcontextprotocol.io/specification
+changes in the server, others see. A server that has ended is started again for the next call, with a warning. Protocol:
+https://modelcontextprotocol.io/specification
 """
 
 import asyncio
+import json
 import shutil
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl.checks import check_types
@@ -47,8 +50,7 @@ class MCPServer:
 
         Any thread may call this. Raises ValueError if the server names none within `start_time_limit_s`.
         """
-        with _starting:
-            return _connected(self).tools
+        return tuple((schema, partial(_call, self, schema["function"]["name"])) for schema in _connected(self).schemas)
 
 
 class _Connection:
@@ -57,16 +59,18 @@ class _Connection:
     def __init__(self, server: MCPServer) -> None:
         self._loop: asyncio.AbstractEventLoop
         self._session: ClientSession
-        ready: Future[tuple[Tool, ...]] = Future()
+        self._incoming: Any
+        ready: Future[list[dict[str, Any]]] = Future()
         threading.Thread(target=lambda: asyncio.run(self._run(server, ready)), name="mcp", daemon=True).start()
         try:
-            self.tools = ready.result()
+            self.schemas = ready.result()
         except Exception as error:  # of the start, or of the protocol
             said = f"{type(error).__name__}: {error}".strip(": ")
             raise ValueError(f"MCPServer.command {' '.join(server.command)!r} named no tools: {said}") from error
 
-    async def _run(self, server: MCPServer, ready: "Future[tuple[Tool, ...]]") -> None:
+    async def _run(self, server: MCPServer, ready: "Future[list[dict[str, Any]]]") -> None:
         from mcp import ClientSession, StdioServerParameters, stdio_client  # takes a second, which most runs need not
+        from mcp.types import PaginatedRequestParams
 
         # A server that does not end with its input would outlive a killed controller.
         program = StdioServerParameters(command="setpriv", args=["--pdeathsig", "KILL", "--", *server.command])
@@ -77,25 +81,63 @@ class _Connection:
                 stdio_client(program) as streams,
                 ClientSession(*streams) as self._session,
             ):
+                self._incoming = streams[0]
                 await self._session.initialize()
-                tools = (await self._session.list_tools()).tools
+                page = await self._session.list_tools()
+                schemas = [*map(_schema, page.tools)]
+                while page.next_cursor:
+                    page = await self._session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
+                    schemas += map(_schema, page.tools)
                 limit.reschedule(None)
-                ready.set_result(tuple((_schema(tool), partial(self._call, tool.name)) for tool in tools))
-                await asyncio.Event().wait()  # until this process ends
+                ready.set_result(schemas)
+                while not self.has_ended():
+                    await asyncio.sleep(1.0)
         except Exception as error:
             if not ready.done():
                 ready.set_exception(error)
 
-    async def _call(self, name: str, /, **arguments: Any) -> Any:
-        """The text that the tool answers with, behind its images. Raises RuntimeError if it reports an error."""
+    def has_ended(self) -> bool:
+        """Whether the server has closed its output, as one that died has."""
+        return self._incoming.statistics().open_send_streams == 0
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """The server's result."""
         calling = asyncio.run_coroutine_threadsafe(self._session.call_tool(name, arguments), self._loop)
-        result = await asyncio.wrap_future(calling)
-        text = "\n".join(part.text for part in result.content if part.type == "text")
-        if result.is_error:
-            raise RuntimeError(text)
-        images = [f"data:{part.mime_type};base64,{part.data}" for part in result.content if part.type == "image"]
-        parts = [{"type": "image", "image": image} for image in images]
-        return [*parts, {"type": "text", "text": text}] if parts else text
+        return await asyncio.wrap_future(calling)
+
+
+async def _call(server: MCPServer, name: str, /, **arguments: Any) -> Any:
+    """The text that the tool answers with, behind its images. Raises RuntimeError if it reports an error.
+
+    A call during which the server ends is not made again: it may have had its effect.
+    """
+    connection = _connections.get(server)
+    if connection is None or connection.has_ended():
+        connection = await asyncio.to_thread(_connected, server)
+    result = await connection.call(name, arguments)
+    parts = [_part(content) for content in result.content]
+    text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+    if not text and result.structured_content is not None:
+        text = json.dumps(result.structured_content, ensure_ascii=False)
+    if result.is_error:
+        raise RuntimeError(text)
+    images = [part for part in parts if part["type"] == "image"]
+    return [*images, {"type": "text", "text": text}] if images else text
+
+
+def _part(content: Any) -> dict[str, str]:
+    """A part of a result as a part of a message. What a model cannot read is named."""
+    if content.type == "text":
+        return {"type": "text", "text": content.text}
+    held = content.resource if content.type == "resource" else content
+    data, kind = getattr(held, "data", getattr(held, "blob", "")), getattr(held, "mime_type", None) or "unknown type"
+    if data and kind.startswith("image/"):
+        return {"type": "image", "image": f"data:{kind};base64,{data}"}
+    text = getattr(held, "text", None)
+    if text is None:
+        words = (getattr(held, "name", ""), getattr(held, "description", ""), f"{getattr(held, 'uri', '')}")
+        text = f"[{content.type}: {' '.join(filter(None, (*words, f'({kind})')))}]"
+    return {"type": "text", "text": text}
 
 
 def _schema(tool: "MCPTool") -> dict[str, Any]:
@@ -103,6 +145,18 @@ def _schema(tool: "MCPTool") -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-_connected = cache(_Connection)
+def _connected(server: MCPServer) -> _Connection:
+    """The running server, which is started if there is none. Any thread may call it."""
+    with _starting:
+        found = _connections.get(server)
+        if found is None or found.has_ended():
+            _connections[server] = _Connection(server)
+        if found is not None and found is not _connections[server]:
+            command = " ".join(server.command)
+            warnings.warn(f"the MCP server {command!r} had ended, and was started again", stacklevel=2)
+        return _connections[server]
+
+
+_connections: dict[MCPServer, _Connection] = {}
 """One running server for each way to start one."""
-_starting = threading.Lock()  # a cache alone would let two threads start two
+_starting = threading.Lock()  # a dictionary alone would let two threads start two

@@ -40,7 +40,9 @@ MAX_DEPTH = 100
 _MAX_RESULT_CHARACTERS = 4000
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _BEGUN = re.compile(r'\{\s*"')  # an object, not LaTeX
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)', re.DOTALL)
+_BRACE = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)|[{}]', re.DOTALL)  # or a string, which may hold some
+# A number that Python refuses to read, for its thousands of digits, is infinite, and so none that a call may hold.
+_DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 4300 else float(digits))
 _CUT_OFF = "The tool call was cut off by the limit of tokens, and not made."
 # The words of Qwen2.5's chat template.
 _SYSTEM = """# Tools
@@ -283,7 +285,7 @@ def _parse_hermes(text: str, is_cut_off: bool) -> list[ToolCall]:
             calls.append(ToolCall(fault=_CUT_OFF))
             continue
         try:
-            calls.append(_call(json.loads(found[1])))
+            calls.append(_call(_DECODER.decode(found[1])))
         except (ValueError, RecursionError) as error:
             calls.append(ToolCall(fault=f"The tool call is not valid JSON: {error}"))
     return calls
@@ -292,31 +294,35 @@ def _parse_hermes(text: str, is_cut_off: bool) -> list[ToolCall]:
 def _parse_llama3_json(text: str, is_cut_off: bool) -> list[ToolCall]:
     """Objects without a name are part of the text: answers may hold JSON or LaTeX."""
     calls: list[ToolCall] = []
-    decoder, end = json.JSONDecoder(), 0
-    while (start := text.find("{", end)) >= 0:
+    end = whole = 0  # objects that begin before `whole` are not cut off
+    left = 20 * len(text)  # characters to read in vain
+    while left >= 0 and (begun := _BEGUN.search(text, end)) is not None:
+        start = begun.start()
         try:
-            value, end = decoder.raw_decode(text, start)
+            value, end = _DECODER.raw_decode(text, start)
         except RecursionError as error:
             return [*calls, ToolCall(fault=f"The tool call is not valid JSON: {error}")]
-        except ValueError:
-            if is_cut_off and _BEGUN.match(text, start) and not _is_closed(text[start:]):
-                # Objects within it must not be taken for calls of their own.
-                return [*calls, ToolCall(fault=_CUT_OFF)] if '"name"' in text[start:] else calls
-            end = start + 1
+        except json.JSONDecodeError as error:
+            if is_cut_off and start >= whole:
+                whole = _end_of_object(text, start)
+                if whole < 0:  # objects within it must not be taken for calls of their own
+                    return [*calls, ToolCall(fault=_CUT_OFF)] if text.find('"name"', start) >= 0 else calls
+            # The error counts the lines before its place, at some 64 characters a step.
+            end, left = start + 1, left - (error.pos - start) - error.pos // 64
             continue
         if "name" in value and ("parameters" in value or "arguments" in value):
             calls.append(_call(value))
     return calls
 
 
-def _is_closed(text: str) -> bool:
-    """Whether the object with which the text begins has an end."""
+def _end_of_object(text: str, start: int) -> int:
+    """Where the object that begins at `start` ends; -1 if it has no end."""
     depth = 0
-    for brace in re.findall("[{}]", _STRING.sub("", text)):
-        depth += 1 if brace == "{" else -1
+    for found in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
         if depth == 0:
-            return True
-    return False
+            return found.end()
+    return -1
 
 
 def _call(value: Any) -> ToolCall:

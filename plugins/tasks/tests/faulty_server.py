@@ -11,15 +11,17 @@ from typing import Any
 
 from tests.waiting import LIMIT_S, join
 
+Behaviour = str | tuple[str, str] | int | float
+
 
 @dataclass
 class FaultyServer:
     """`behave(question, attempt)` returns the text to answer with, a status, or -1.0 for no answer at all.
 
-    A text that ends in "..." was cut off by the limit of tokens.
+    A text may have the reason why it ends before it. One that ends in "..." was cut off by the limit of tokens.
     """
 
-    behave: Callable[[str, int], str | int | float]
+    behave: Callable[[str, int], Behaviour]
     url: str = ""
     attempts: Counter[str] = field(default_factory=Counter[str])
     requests: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -29,7 +31,7 @@ class FaultyServer:
 
 
 @contextmanager
-def faulty_server(behave: Callable[[str, int], str | int | float]) -> Generator[FaultyServer]:
+def faulty_server(behave: Callable[[str, int], Behaviour]) -> Generator[FaultyServer]:
     """Listens on loopback until the block ends."""
     state, lock, over = FaultyServer(behave), threading.Lock(), threading.Event()
 
@@ -52,11 +54,11 @@ def faulty_server(behave: Callable[[str, int], str | int | float]) -> Generator[
                 state.running -= 1
             self._answer(behaviour)
 
-        def _answer(self, behaviour: str | int | float) -> None:
+        def _answer(self, behaviour: Behaviour) -> None:
             if isinstance(behaviour, float):
                 over.wait(LIMIT_S)
                 return
-            status, content = (200, _completion(behaviour)) if isinstance(behaviour, str) else (behaviour, b"{}")
+            status, content = (behaviour, b"{}") if isinstance(behaviour, int) else (200, _completion(behaviour))
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Retry-After-Ms", "20")
@@ -80,8 +82,8 @@ def faulty_server(behave: Callable[[str, int], str | int | float]) -> Generator[
         server.server_close()
 
 
-def _completion(text: str) -> bytes:
-    reason = "length" if text.endswith("...") else "stop"
+def _completion(said: str | tuple[str, str]) -> bytes:
+    reason, text = ("length" if said.endswith("...") else "stop", said) if isinstance(said, str) else said
     choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": text}}
     usage = {"prompt_tokens": 11, "completion_tokens": 3, "total_tokens": 14}
     answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}

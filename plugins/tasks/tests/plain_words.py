@@ -19,6 +19,9 @@ def _tool(name: str, description: str, argument: str) -> dict[str, Any]:
 
 
 TOOLS = [_tool("count_letters", "Counts the letters of a word.", "word"), _tool("fail", "Fails.", "reason")]
+MORE = [_tool("say", "Returns a result that is written as JSON.", "result"), _tool("end", "Ends the server.", "word")]
+PAGES = {None: (TOOLS, "2"), "2": (MORE[:1], "3"), "3": (MORE[1:], None)}
+"""By their cursors, if the server is started with an argument: tools, and the cursor of the next page."""
 
 
 def _answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -27,8 +30,13 @@ def _answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
         server = {"name": "words", "version": "1"}
         return {"protocolVersion": VERSION, "capabilities": {"tools": {}}, "serverInfo": server}
     if method == "tools/list":
-        return {"tools": TOOLS}
+        tools, following = PAGES[params.get("cursor")] if sys.argv[1:] else (TOOLS, None)
+        return {"tools": tools} if following is None else {"tools": tools, "nextCursor": following}
     arguments = params["arguments"]
+    if params["name"] == "say":
+        return json.loads(arguments["result"])
+    if params["name"] == "end":
+        os._exit(1)
     if params["name"] == "count_letters" and "word" in arguments:
         text, is_error = f"{len(arguments['word'])} letters, says {os.getpid()}", False
     else:

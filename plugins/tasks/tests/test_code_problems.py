@@ -67,19 +67,132 @@ def test_code_earns_what_its_tests_say(code: str, passed: float) -> None:
     assert _scored(completion, partial_credit=True)[0] == passed
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import builtins\nbuiltins.exec = lambda *arguments: None",
-        "import builtins\nbuiltins.str = lambda number: '2'",
-        "import sys\nsys._getframe(1).f_globals['passed'] = 2",
-        "import builtins\nbuiltins.BaseException = ()",
-    ],
+EQUAL = """class Equal{base}:
+    def __eq__(self, other): return True
+    def __bool__(self): return True
+    def __hash__(self): return 0
+    def __contains__(self, item): return True
+    def __iter__(self): return iter([self])
+    __ne__ = __le__ = __ge__ = __lt__ = __gt__ = __instancecheck__ = __eq__
+    def __sub__(self, other): return self
+    __rsub__ = __add__ = __abs__ = __round__ = __call__ = __getattr__ = __sub__
+"""
+BASES = ("", "(int)", "(str)", "(float)", "(tuple)")
+FRAMES = """import sys
+def add(*arguments):
+    frame = sys._getframe()
+    while frame:
+        for space in (frame.f_globals, frame.f_locals):
+            space.update(passed=99, tests=(), test="", names=[], add=None)
+        frame = frame.f_back
+    return {found}
+"""
+COLLECTED = """import gc
+def add(*arguments):
+    for held in gc.get_objects():
+        for text in (held.values() if type(held) is dict else held if type(held) in (list, tuple) else ()):
+            if type(text) is str and "assert add" + str(arguments)[:-1] in text:
+                return int(text.rpartition("==")[2])
+"""
+CHEATS = {
+    **{
+        f"equal to everything {base}": EQUAL.format(base=base) + "def add(*arguments): return Equal()" for base in BASES
+    },
+    "a class": EQUAL.format(base="").replace("Equal", "add") + "    def __init__(self, *arguments): pass",
+    "a meta class": EQUAL.format(base="(type)") + "class add(metaclass=Equal): pass",
+    "frames": FRAMES.format(found="None"),
+    "the caller's names": FRAMES.format(found="sys._getframe(1).f_locals.get('test', '== 0').split()[-1]"),
+    "gc": COLLECTED,
+    "exec": "import builtins\nbuiltins.exec = lambda *arguments: None",
+    "print": "import builtins\nbuiltins.print = lambda *arguments, **named: None\nbuiltins.str = lambda number: '2'",
+    "exceptions": "import builtins\nbuiltins.BaseException = builtins.AssertionError = ()",
+    "modules": "import sys, json\nsys.modules['json'].loads = json.dumps = lambda *arguments: True",
+    "the server": "import sys\nmain = sys.modules['__main__']\nmain._update = main._passed = lambda *a: 99\n"
+    "def add(*arguments): return Ellipsis",
+    "the connection": "import os\ndef add(*arguments):\n    for fd in range(3, 30):\n        try: os.write(fd, "
+    'b\'["list", "done", true, ["list"], ""]\\n\' * 9)\n        except OSError: pass\n',
+    "the output": "import os\nfor fd in (1, 2): os.write(fd, b'2')\nos._exit(0)",
+    "an early end": "def add(*arguments): raise SystemExit(0)",
+    "ending at once": "import os\ndef add(*arguments): os._exit(0)",
+    "exit handlers": "import atexit, os\natexit.register(os.write, 1, b'2')\ndef add(*arguments): pass",
+    "killing": "import os, signal\ndef add(*arguments): os.kill(os.getppid(), signal.SIGTERM)",
+    "the parent's files": "import os\ndef add(*arguments): return open(f'/proc/{os.getppid()}/cmdline').read()",
+    "helpers": EQUAL.format(base="") + "abs = round = sorted = len = set = isclose = Equal()\ndef add(*a): return a",
+    "modules of the tests": EQUAL.format(base="") + "math = Equal()\ndef add(*arguments): return 1",
+    "a helper of the setup": "def near(*arguments): return True\ndef add(*arguments): return 1",
+    "another's name": "def AssertionError(*arguments): pass\ndef add(*arguments): return 1",
+}
+GRADED = (
+    *(*TESTS, "assert abs(add(1, 2) - 3) < 1e-9", "assert add(1, 2) in (3, 4)", "assert 3 in [add(1, 2)]"),
+    *("assert near(add(1, 2), 3)", "assert math.isclose(add(1, 2), 3)", "assert isclose(add(1, 2), 3)"),
+    *("assert {add(1, 2)} == {3}", "assert 2 < add(1, 2) < 4"),
 )
-def test_code_that_replaces_what_counts_the_tests_earns_nothing(code: str) -> None:
-    assert _scored(f"```python\n{code}\ndef add(a, b):\n    return None\n```", partial_credit=True)[0] == 0
+SETUP = "import math\nfrom math import isclose\ndef near(one, other): return abs(one - other) < 1e-9"
 
 
+@pytest.mark.stranger("2.A4")
+@pytest.mark.stranger("2.A10")
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_code_that_solves_nothing_earns_nothing(cheat: str) -> None:
+    completion = f"```python\n{CHEATS[cheat]}\n```"
+    assert _scored(completion, tests=GRADED, setup=SETUP, partial_credit=True)[0] == 0
+
+
+ANSWERS = {
+    "objects": (
+        "class Stack:\n    def __init__(self): self.x = []\n    def push(self, v): self.x.append(v)\n"
+        "    def pop(self): return self.x.pop()\n    def __len__(self): return len(self.x)\n"
+        "    def __eq__(self, other): return self.x == other.x\n    def __add__(self, other): return Stack()",
+        "s = Stack()\ns.push(4)\nassert len(s) == 1 and s != Stack() and s + s == Stack() and s.pop() == 4",
+        "try: s.pop()\nexcept IndexError: pass\nelse: assert False",
+    ),
+    "arguments that change": ("def order(x): x.sort()", "x = [3, 1]\norder(x)\nassert x == [1, 3]"),
+    "classes of the setup": (
+        "def total(t): return t.v + total(t.next) if t else 0\n"
+        "def first(t):\n    t.next = None\n    return Node(t.v, t)",
+        "t = Node(1, Node(2))\nassert total(t) == 3 and first(t).v == 1 and total(t) == 1",
+        "for i in range(1500): t = Node(1, t)\nassert total(t) == 1501",
+        "t.next = t\nassert first(t).next.v == 1",
+    ),
+    "functions": ("def call(f, x): return f(x)", "assert call(lambda v: v + 1, 3) == 4", "assert call(str, 3) == '3'"),
+    "generators": ("def up(n):\n    yield from range(n)", "assert list(up(3)) == [0, 1, 2]", "assert 1 in up(2)"),
+    "errors": (
+        "class MyError(KeyError): pass\ndef f(x): raise MyError(x)",
+        "try: f(1)\nexcept MyError as e: assert str(e) == '1'\nelse: assert False",
+    ),
+    "output": (
+        "def hi(): print('hi')",
+        "import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()) as out: hi()",
+        "assert out.getvalue() == 'hi\\n'",
+    ),
+    "globals": (
+        "import math\nn = 0\ndef up():\n    global n\n    n += 1",
+        "up()\nassert n == 1 < math.pi",
+        "assert n == 1",
+    ),
+    "names of Python's own": ("def sum(a, b): return a + b", "assert sum(1, 2) == 3"),
+    "a function that checks": (RIGHT, "def check(f):\n    assert f(1, 2) == 3\ncheck(add)"),
+    "the setup's stub": ("def stub(): return 2", "assert stub() == 2"),
+    "values": (
+        "from collections import *\nfrom decimal import *\nfrom fractions import *\nP = namedtuple('P', 'x y')\n"
+        "values = [Decimal('1.50'), {1, 2}, ((), (3,)), Counter('aab'), defaultdict(int, a=1), Fraction(1, 3), 1 + 2j,"
+        " b'ab', None, float('inf'), 10**5000, P(1, 2), range(3), deque([1]), {(1, 2): frozenset('a')}, chr(55296)]",
+        "from decimal import *\nfrom fractions import *\nassert values == [Decimal('1.5'), {2, 1}, ((), (3,)),"
+        " dict(a=2, b=1), dict(a=1), Fraction(2, 6), 1 + 2j, b'ab', None, float('inf'), 10**5000, (1, 2), range(3),"
+        " values[13], {(1, 2): {'a'}}, chr(55296)]",
+        "assert values[11].y == 2 and [*values[13]] == [1] and values[3].most_common(1) == [('a', 2)]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_values_pass_between_the_tests_and_the_code(kind: str) -> None:
+    setup = "class Node:\n    def __init__(self, v, next=None): self.v, self.next = v, next\ndef stub(): pass"
+    code, *tests = ANSWERS[kind]
+    assert _scored(f"```python\n{code}\n```", tests=tests, setup=setup)[1]["tests_passed"] == 1
+
+
+@pytest.mark.stranger("2.D7")
 @pytest.mark.parametrize(
     ("text", "code"),
     [
@@ -91,7 +204,20 @@ def test_code_that_replaces_what_counts_the_tests_earns_nothing(code: str) -> No
         ("~~~python3\r\nx = 1\r\n~~~", "x = 1\n"),
         ('```py title="a.py"\nx = 1\n```', "x = 1\n"),
         ("````python\nx = '```'\n````", "x = '```'\n"),
-        ("```python\nx = 1", ""),
+        ("```python\nx = 1", "x = 1\n"),
+        ("~~~~\nx = 1\n~~~", "x = 1\n~~~\n"),
+        ("```python\nx = (\nNo, again:\n```python\nx = 1\n```", "x = 1\n"),
+        ("```sh\nls\n```python\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1```\nSo much.", "x = 1\n"),
+        ("Here: ```python\nx = 1\n```", "x = 1\n"),
+        ("```{.python .numbers}\nx = 1\n`````", "x = 1\n"),
+        ('```python\n"""\n```\nf()\n```\n"""\nx = 1\n```\nDone', '"""\n```\nf()\n```\n"""\nx = 1\n'),
+        ("```python\n'''\n```python\nf()\n```\n'''\nx = 1\n```", "'''\n```python\nf()\n```\n'''\nx = 1\n"),
+        ('```python\nx = """```python\n```\n"""\n```', 'x = """```python\n```\n"""\n'),
+        ('```python\nx = "```"  # """\n```\n```sh\nls\n```', 'x = "```"  # """\n'),
+        ('```python\n"""Broken\n```\nNo:\n```python\n"""Good"""\n```', '"""Good"""\n'),
+        ('```python\n"""Broken\n```\nNo:\n```python\nx = 1\n```', "x = 1\n"),
+        ('```python\nx = """Broken\n```\nSo much.', 'x = """Broken\n'),
         ("```json\n{}\n```", ""),
         ("x = 1", ""),
     ],

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ownloop_tasks.guess_number import GuessNumber
-from ownloop_tasks.judged import Judge, JudgedEnv
-from plugins.tasks.tests.faulty_server import FaultyServer, faulty_server
+from ownloop_tasks.judged import Judge, JudgedEnv, score_of
+from plugins.tasks.tests.faulty_server import Behaviour, FaultyServer, faulty_server
 from rl.protocols import Observation
 from rl.rollouts.episodes import rollout_groups
 from rl.tiny_tasks import NumberWords
@@ -35,7 +35,7 @@ def _groups(
     return asyncio.run(rollouts)
 
 
-def _judged(behave: Callable[[str, int], str | int | float], **options: Any) -> tuple[Group, FaultyServer]:
+def _judged(behave: Callable[[str, int], Behaviour], **options: Any) -> tuple[Group, FaultyServer]:
     """Two rollouts, which answer "good" and "bad"."""
     with faulty_server(behave) as server:
         judge = Judge(base_url=server.url, model="m", template="{prompt} A: {answer}", **options)
@@ -44,7 +44,7 @@ def _judged(behave: Callable[[str, int], str | int | float], **options: Any) -> 
 
 
 def test_the_scores_of_the_judge_are_the_rewards() -> None:
-    group, server = _judged(lambda question, attempt: "Score: 8" if question.endswith("good") else "I say 2.5 of 10. 1")
+    group, server = _judged(lambda question, attempt: "Score: 8" if question.endswith("good") else "I say 2.5, no: 1")
     assert group.rewards.tolist() == [0.8, 0.1]
     costs = {"judge_prompt_tokens": 11, "judge_completion_tokens": 3, "judge_retries": 0, "judge_failures": 0}
     assert [dict(r.metrics) for r in group.rollouts] == [{"own_reward": 0, **costs}] * 2
@@ -72,6 +72,49 @@ def test_the_scores_of_the_judge_are_the_rewards() -> None:
 def test_the_end_of_the_scale_is_not_the_score(said: str) -> None:
     group, _ = _judged(lambda question, attempt: said)
     assert group.rewards.tolist() == [0.7, 0.7]
+
+
+@pytest.mark.stranger("2.D8")
+@pytest.mark.parametrize(
+    ("said", "score", "scale"),
+    [
+        ("7,5", 7.5, (0, 10)),
+        ("7.5 / 10,0", 7.5, (0, 10)),
+        ("7/10. The answer has 2 errors.", 7, (0, 10)),
+        ("The answer has 2 errors, so 7 of 10 for all 3 parts.", 7, (0, 10)),
+        ("**7** out of **10**, with 2 errors", 7, (0, 10)),
+        ("Score: 7. The answer has 2 errors.", 7, (0, 10)),
+        ("The rating is 7, for 2 errors.", 7, (0, 10)),
+        ("7\n\nThe answer has 2 errors.", 7, (0, 10)),
+        ("7. The answer has 2 errors.", 7, (0, 10)),
+        ("2 errors and 3 omissions: 7", 7, (0, 10)),
+        ("1. Facts: good.\n2. Style: fair, in all 7", 7, (0, 10)),
+        ("\u22123", -3, (-10, 10)),
+        ("Score: \u20133.5", -3.5, (-10, 10)),
+        ("\uff0d3 of 10", -3, (-10, 10)),
+        ("1,250", 1250, (0, 2000)),
+        ("1,25", 1.25, (0, 2000)),
+    ],
+)
+def test_the_number_of_the_judge_is_read_as_it_is_meant(said: str, score: float, scale: tuple[float, float]) -> None:
+    low, high = scale
+    judge = Judge(base_url="http://127.0.0.1/v1", model="m", lowest=low, highest=high)
+    assert score_of(judge, said) == pytest.approx((score - low) / (high - low))
+
+
+@pytest.mark.stranger("2.D8")
+@pytest.mark.parametrize("said", ["7,8,9", "v1.2.3", "no", "-7"])
+def test_what_is_no_score_is_refused(said: str) -> None:
+    with pytest.raises(ValueError, match=r"its (answer|score)"):
+        score_of(Judge(base_url="http://127.0.0.1/v1", model="m"), said)
+
+
+@pytest.mark.stranger("2.B8")
+@pytest.mark.parametrize("reason", ["content_filter", "tool_calls", "abort", "error", "length"])
+def test_half_a_sentence_of_a_judge_is_no_score(reason: str) -> None:
+    group, _ = _judged(lambda question, attempt: (reason, "7 of the facts are") if question.endswith("bad") else "6")
+    assert group.rewards.tolist() == [0.6]
+    assert ("was cut off" if reason == "length" else repr(reason)) in group.failures[0]
 
 
 @pytest.mark.stranger("C8")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -57,6 +58,52 @@ def test_a_server_may_answer_with_an_image() -> None:
     image, text = asyncio.run(count[1](word="hi"))
     assert image == {"type": "image", "image": "data:image/png;base64,aGk="}
     assert text["text"].startswith("2 letters")
+
+
+RESOURCE = {"uri": "file:///a.txt", "mimeType": "text/plain"}
+LINK = {"type": "resource_link", "name": "a", "description": "all", **RESOURCE}
+RESULTS = [
+    ({"content": [{"type": "resource", "resource": {**RESOURCE, "text": "five"}}]}, "five"),
+    ({"content": [], "structuredContent": {"number": 5, "word": "fünf"}}, '{"number": 5, "word": "fünf"}'),
+    ({"content": [{"type": "text", "text": "5"}], "structuredContent": {"number": 5}}, "5"),
+    ({"content": [LINK]}, "[resource_link: a all file:///a.txt (text/plain)]"),
+    ({"content": [{"type": "audio", "data": "aGk=", "mimeType": "audio/wav"}]}, "[audio: (audio/wav)]"),
+    ({"content": [{"type": "resource", "resource": {"uri": "a:b", "blob": "aGk="}}]}, "[resource: a:b (unknown type)]"),
+    ({"content": []}, ""),
+]
+
+
+@pytest.mark.stranger("2.B4")
+def test_tools_of_all_pages_and_results_of_all_kinds_are_shown() -> None:
+    tools = {tool["function"]["name"]: f for tool, f in MCPServer(command=(sys.executable, PLAIN, "pages")).tools()}
+    assert [*tools] == ["count_letters", "fail", "say", "end"]
+    for result, text in RESULTS:
+        assert asyncio.run(tools["say"](result=json.dumps(result))) == text
+    blob = {"uri": "a:b", "blob": "aGk=", "mimeType": "image/png"}
+    shown = asyncio.run(tools["say"](result=json.dumps({"content": [{"type": "resource", "resource": blob}]})))
+    assert shown[0] == {"type": "image", "image": "data:image/png;base64,aGk="}
+    failed = json.dumps({"content": [], "structuredContent": {"why": "no luck"}, "isError": True})
+    with pytest.raises(RuntimeError, match="no luck"):
+        asyncio.run(tools["say"](result=failed))
+
+
+@pytest.mark.stranger("2.B3")
+@pytest.mark.parametrize("when", ["in a call", "between two calls"])
+def test_a_server_that_ended_is_started_again(when: str) -> None:
+    tools = {tool["function"]["name"]: f for tool, f in MCPServer(command=(sys.executable, PLAIN, when)).tools()}
+    first = asyncio.run(tools["count_letters"](word="seven")).rpartition(" ")[2]
+    with pytest.warns(UserWarning, match=r"the MCP server '.*plain_words.py .*' had ended, and was started again"):
+        if when == "in a call":
+            with pytest.raises(Exception, match="Connection closed"):
+                asyncio.run(tools["end"](word=""))
+        else:
+            os.kill(int(first), signal.SIGKILL)
+            wait_until(lambda: not psutil.pid_exists(int(first)), "the server to end")
+            with suppress(Exception):  # the news may not have come yet
+                asyncio.run(tools["fail"](reason="no luck"))
+        again = asyncio.run(tools["count_letters"](word="seven"))
+    assert again.startswith("5 letters, says ")
+    assert again.rpartition(" ")[2] != first
 
 
 @pytest.mark.slow  # it starts two processes that import mcp
