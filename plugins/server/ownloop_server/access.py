@@ -7,7 +7,7 @@ import asyncio
 import base64
 import binascii
 import contextlib
-import json
+import re
 import time
 from typing import Annotated, Any
 
@@ -18,11 +18,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ownloop_server.config import Limits, is_this_host
 from ownloop_server.gateway import Gateway
 from ownloop_server.keys import EVERYONE, Keys, User
+from ownloop_server.web import PATIENCE_S, SLOWEST_BYTES_PER_S
 
 OPEN_PATHS = ("/api/v1/healthz",)  # what load balancers ask before they know any user
 """What needs no key."""
 DOWNLOADS = "/api/v1/downloads/"
 """What begins so needs no key either: the address itself is signed."""
+TRAINING_PATH = "/api/v1/forward_backward"
+"""Where a body is protobuf, and JSON everywhere else."""
+MAX_JSON_VALUES = 2**20
+"""Most commas and brackets in a body. To parse so many takes a tenth of a second, in which nothing else happens."""
 PAGE_PATHS = ("/", "/status.json", "/metrics")
 """What a browser may show. It sends the key as the password of HTTP's basic authentication."""
 _SILENCE_S = 0.5  # a client that sends slower than this has stopped
@@ -48,6 +53,7 @@ class Access:
             return
         try:
             scope.setdefault("state", {})["user"] = self._admit(Request(scope))
+            body = await self._body(scope["path"], receive)
         except HTTPException as error:
             if error.status_code == 413:  # who is still sending when the connection closes never sees the answer
                 await _discard(receive, 2 * self._limits.body_bytes)
@@ -56,17 +62,34 @@ class Access:
             response = JSONResponse(content, error.status_code, headers=error.headers)
             await response(scope, receive, send)
             return
-        received = 0
+        given = False
 
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._limits.body_bytes:  # a body that did not announce its length
+        async def received() -> Message:
+            nonlocal given
+            if given:  # what follows is the end of the connection
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, received, send)
+
+    async def _body(self, path: str, receive: Receive) -> bytes:
+        """The whole body. Raises HTTPException for one that is too large, or stops to come."""
+        body, more, loop = bytearray(), True, asyncio.get_running_loop()
+        started = loop.time()
+        while more:
+            try:
+                async with asyncio.timeout_at(started + PATIENCE_S + len(body) / SLOWEST_BYTES_PER_S):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"the body stopped to come after {len(body)} bytes") from None
+            body += message.get("body", b"")
+            more = message["type"] == "http.request" and message.get("more_body", False)
+            if len(body) > self._limits.body_bytes:  # a body that did not announce its length
                 raise self._too_large()
-            return message
-
-        await self._app(scope, counted, send)
+        if path != TRAINING_PATH and sum(body.count(mark) for mark in b",[{") > MAX_JSON_VALUES:
+            raise HTTPException(413, f"the body has more than {MAX_JSON_VALUES} values; send several requests")
+        return bytes(body)
 
     def _admit(self, request: Request) -> User:
         """Raises HTTPException for a request that is refused."""
@@ -85,13 +108,14 @@ class Access:
         return user
 
     def _user(self, request: Request) -> User:
-        if request.url.path in OPEN_PATHS or request.url.path.startswith(DOWNLOADS):
+        path: str = request.scope["path"]  # what routes go by; `request.url` is made of the Host header, too
+        if path in OPEN_PATHS or path.startswith(DOWNLOADS):
             return User(name="")
         self._needs_key = self._needs_key or self._keys.exist()  # the first one closes a server that runs
         if not self._needs_key:
             # A web page can point its own name at this address (DNS rebinding), and would then reach the server from
             # a browser. Where keys are needed, it has none.
-            host = request.url.hostname or ""
+            host = _host(request)
             if not is_this_host(host):
                 raise HTTPException(
                     421, f"the request is for the host {host}; this server answers for 127.0.0.1 and localhost"
@@ -105,7 +129,7 @@ class Access:
                 401,
                 "this server needs a key that it knows, in X-API-Key or as a bearer token; its operator makes one with "
                 "`ownloop key add NAME`",
-                browser if request.url.path in PAGE_PATHS else None,
+                browser if path in PAGE_PATHS else None,
             )
         return user
 
@@ -119,11 +143,12 @@ async def _discard(receive: Receive, most_bytes: int) -> None:
     """Reads a request's body, or the first `most_bytes` of it, and forgets it. Stops when no more comes for a while."""
     received, more = 0, True
     with contextlib.suppress(TimeoutError):
-        while more and received < most_bytes:
-            async with asyncio.timeout(_SILENCE_S):
-                message = await receive()
-            received += len(message.get("body", b""))
-            more = message["type"] == "http.request" and message.get("more_body", False)
+        async with asyncio.timeout(PATIENCE_S):
+            while more and received < most_bytes:
+                async with asyncio.timeout(_SILENCE_S):
+                    message = await receive()
+                received += len(message.get("body", b""))
+                more = message["type"] == "http.request" and message.get("more_body", False)
 
 
 class _Rate:
@@ -145,6 +170,13 @@ class _Rate:
         return 0.0
 
 
+def _host(request: Request) -> str:
+    """The host of the Host header, without its port; this host if there is none, which no browser leaves out."""
+    named = ",".join(request.headers.getlist("host")) or "localhost"
+    host = re.sub(r":\d*$", "", named)
+    return host[1:-1] if host.startswith("[") else host
+
+
 def _key(request: Request) -> str:
     if key := request.headers.get("x-api-key"):
         return key
@@ -152,7 +184,7 @@ def _key(request: Request) -> str:
     if scheme.lower() == "bearer":
         return value.strip()
     # A browser adds a password to requests that other pages make it send, so that one counts for reading alone.
-    if scheme.lower() == "basic" and request.method == "GET" and request.url.path in PAGE_PATHS:
+    if scheme.lower() == "basic" and request.method == "GET" and request.scope["path"] in PAGE_PATHS:
         try:
             return base64.b64decode(value).decode().partition(":")[2]
         except (binascii.Error, UnicodeDecodeError):
@@ -174,7 +206,6 @@ async def _gateway(request: Request, user: Caller) -> Gateway:
     if not user.is_operator:
         body = await _json_object(request)
         # One name may be in the path and in the body. Which of them counts is the handler's business, so check both.
-        # the body is read once; Starlette keeps it for the handler
         for name, value in (*request.path_params.items(), *request.query_params.multi_items(), *body.items()):
             if isinstance(value, str) and (name in _IDS or (name in _PATHS and value.startswith("tinker://"))):
                 check_owner(gateway, user, value)
@@ -183,9 +214,11 @@ async def _gateway(request: Request, user: Caller) -> Gateway:
 
 async def _json_object(request: Request) -> dict[str, Any]:
     """The body if it is a JSON object, with any content type; otherwise an empty dictionary."""
+    if request.scope["path"] == TRAINING_PATH:  # its handler checks
+        return {}
     try:
-        body = json.loads(await request.body())
-    except (ValueError, RecursionError):  # protobuf, which its handler checks, or a mistake, which it refuses
+        body = await request.json()  # Starlette keeps it, so that it is parsed once
+    except (ValueError, RecursionError):  # a mistake, which the handler refuses
         return {}
     return body if isinstance(body, dict) else {}
 

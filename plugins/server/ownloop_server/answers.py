@@ -12,6 +12,7 @@ ended. So a client that sends very many lengthens only its own queue.
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import time
 import traceback
@@ -20,6 +21,9 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Generator, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
+
+from google.protobuf.message import Message
+from pydantic import BaseModel
 
 _KEEP_S = 60.0
 """How long a result stays after it was fetched for the first time. A client that lost it asks again within 45 s."""
@@ -55,10 +59,11 @@ class Answer:
 class PendingAnswer:
     """A request that was accepted."""
 
-    def __init__(self, owner: str) -> None:
-        """`owner` is the session that sent it."""
+    def __init__(self, owner: str, digest: bytes) -> None:
+        """`owner` is the session that sent it, `digest` says what was asked."""
         self.id = uuid.uuid4().hex  # cannot be guessed by other users
         self.owner = owner
+        self.digest = digest
         self._set_at: float | None = None
         self._fetched_at: float | None = None
         self._answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -113,11 +118,17 @@ class Answers:
         """Requests without a result."""
         return sum(not pending.done for pending in self._by_id.values())
 
-    def open(self, key: Hashable, owner: str) -> tuple[PendingAnswer, bool]:
-        """The request with this key, and whether it is new. A repeated one is not run a second time."""
+    def open(self, key: Hashable, owner: str, digest: bytes) -> tuple[PendingAnswer, bool]:
+        """The request with this key, and whether it is new. A repeated one is not run a second time.
+
+        `digest` is `digest_of` the request. Raises ValueError if the key was that of another request: two clients
+        count by themselves, and the answer would be the other one's.
+        """
         if (known := self._by_key.get(key)) is not None:
+            if self._by_id[known].digest != digest:
+                raise ValueError(f"{_words(key)} was that of another request; {ONE_WRITER}")
             return self._by_id[known], False  # the SDK repeats requests whose answer was lost on the way
-        pending = PendingAnswer(owner)
+        pending = PendingAnswer(owner, digest)
         self._by_id[pending.id] = pending
         self._by_key[key] = pending.id
         self._keys[pending.id] = key
@@ -145,6 +156,23 @@ class Answers:
     def _forget(self, request_id: str) -> None:
         del self._by_id[request_id]
         del self._by_key[self._keys.pop(request_id)]
+
+
+ONE_WRITER = "what has numbers is for one client alone: make another of its own in each process"
+
+
+def digest_of(request: BaseModel | Message) -> bytes:
+    """What a request asks for. A request that the SDK sends again has the same."""
+    if isinstance(request, Message):
+        content = request.SerializeToString(deterministic=True)
+    else:
+        content = repr(request).encode(errors="surrogatepass")
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _words(key: Hashable) -> str:
+    name, *_, number = key if isinstance(key, tuple) else (key, "")
+    return f"sequence number {number} of {name}"
 
 
 Work = Literal["trained", "sampled"]
@@ -222,7 +250,7 @@ class Turns:
     def put(self, number: int, call: Call, pending: PendingAnswer) -> None:
         """Adds a call. Its result, or its error, goes to `pending`."""
         if number < self._next:  # the client counts on from its own number, so it would never repeat one
-            done = f"sequence number {number} of {self._name} has been used; the next is {self._next}"
+            done = f"sequence number {number} of {self._name} has been used; the next is {self._next}; {ONE_WRITER}"
             pending.set(Answer.failure(ValueError(done)))
             return
         self._waiting[number] = (call, pending)

@@ -67,6 +67,14 @@ class CancelledRequest(BaseModel):
     request_id: str
 
 
+class InvalidCall(BaseModel):
+    """A call of a training client that has a number and makes no sense."""
+
+    model_id: str
+    seq_id: int
+    mistake: str
+
+
 async def client_config(request: Request) -> dict[str, Any]:
     """Flags of the SDK: larger requests, so that one logical batch stays together, and losses that run here."""
     limits: Limits = request.app.state.limits
@@ -124,7 +132,7 @@ async def load_weights(body: types.LoadWeightsRequest, door: Door) -> dict[str, 
         return _accepted(door.create_from(body), f"{body.session_id}:train:{body.model_seq_id}")
     if body.model_id is None:
         raise HTTPException(422, "load_weights needs model_id and seq_id, or session_id and model_seq_id")
-    pending = door.submit(body.model_id, body.seq_id, lambda client: client.load(body.path, optimizer=body.optimizer))
+    pending = door.submit(body, lambda client: client.load(body.path, optimizer=body.optimizer))
     return _accepted(pending, body.model_id)
 
 
@@ -143,20 +151,18 @@ async def forward_backward(request: Request, door: Door, user: Caller) -> dict[s
         check_size(body, limits)
         return await client.forward_backward(body, door.session(body.model_id.partition(":")[0]).losses)
 
-    return _accepted(door.submit(body.model_id, body.seq_id, call), body.model_id)
+    return _accepted(door.submit(body, call), body.model_id)
 
 
 async def optim_step(body: types.OptimStepRequest, door: Door) -> dict[str, Any]:
     """An optimizer step."""
-    pending = door.submit(body.model_id, body.seq_id, lambda client: client.optim_step(body.optim_params))
+    pending = door.submit(body, lambda client: client.optim_step(body.optim_params))
     return _accepted(pending, body.model_id)
 
 
 async def save_weights(body: types.SaveWeightsRequest, door: Door) -> dict[str, Any]:
     """A checkpoint to train on from."""
-    return _accepted(
-        door.submit(body.model_id, body.seq_id, lambda client: client.save("weights", body)), body.model_id
-    )
+    return _accepted(door.submit(body, lambda client: client.save("weights", body)), body.model_id)
 
 
 async def save_weights_for_sampler(body: types.SaveWeightsForSamplerRequest, door: Door) -> dict[str, Any]:
@@ -168,12 +174,12 @@ async def save_weights_for_sampler(body: types.SaveWeightsForSamplerRequest, doo
             return await client.save("sampler_weights", body)
         return await client.sampling_client(body, session_id, door.samplers)
 
-    return _accepted(door.submit(body.model_id, body.seq_id, call), body.model_id)
+    return _accepted(door.submit(body, call), body.model_id)
 
 
 async def save_weights_external(body: types.SaveWeightsExternalRequest, door: Door) -> dict[str, Any]:
     """A checkpoint to download."""
-    return _accepted(door.submit(body.model_id, body.seq_id, lambda client: client.export(body)), body.model_id)
+    return _accepted(door.submit(body, lambda client: client.export(body)), body.model_id)
 
 
 async def create_custom_loss(body: types.CreateCustomLossRequest, door: Door) -> dict[str, Any]:
@@ -230,7 +236,8 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
         case {"model_id": str() as model_id, "seq_id": int() as number}:
             with contextlib.suppress(HTTPException):  # there is no such client
                 check_owner(gateway, user, model_id)
-                return JSONResponse(_accepted(gateway.submit(model_id, number, _fail(mistake)), model_id))
+                call = InvalidCall(model_id=model_id, seq_id=number, mistake=mistake)
+                return JSONResponse(_accepted(gateway.submit(call, _fail(mistake)), model_id))
         case _:
             pass
     return JSONResponse({"detail": mistake}, 422)
@@ -258,7 +265,9 @@ async def _mistake(request: Request, error: Exception) -> JSONResponse:
 async def _unknown(request: Request, error: Exception) -> JSONResponse:
     detail = getattr(error, "detail", None)
     if detail in (None, "Not Found", "Method Not Allowed"):  # FastAPI's own words, which name no address
-        detail = f"{request.method} {request.url.path} is not supported by this server; its documentation lists what is"
+        detail = (
+            f"{request.method} {request.scope['path']} is not supported by this server; its documentation lists what is"
+        )
     return JSONResponse({"detail": detail}, 404)
 
 

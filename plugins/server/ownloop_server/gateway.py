@@ -12,12 +12,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from fastapi import HTTPException
+from pydantic import BaseModel
 from tinker import types
 
-from ownloop_server.answers import Answer, Answers, PendingAnswer, errors_logged
+from ownloop_server.answers import Answer, Answers, PendingAnswer, digest_of, errors_logged
 from ownloop_server.archive import Archive, CheckpointPath
 from ownloop_server.database import DATABASE, Database, TrainingRunRow, now, texts
 from ownloop_server.sampling_clients import Sampler, SamplingClients
@@ -71,7 +72,7 @@ class Gateway:
         self.started = time.monotonic()
         self.sessions: dict[str, ClientSession] = {}
         self.training: dict[str, TrainingClient] = {}
-        self._from_paths: dict[str, asyncio.Task[Sampler]] = {}
+        self._from_paths: dict[tuple[str, str], asyncio.Task[Sampler]] = {}
         self._loaded = LoadedCheckpoints(self.models, self.archive, self.database, self.training)
 
     # Sessions
@@ -172,13 +173,13 @@ class Gateway:
             )
             return row, lambda client: client.create()
 
-        return self._begin(session, request.model_seq_id, made)
+        return self._begin(session, request.model_seq_id, request, made)
 
     def create_loss(self, request: types.CreateCustomLossRequest) -> PendingAnswer:
         """Keeps a loss that the client sends as a graph, for the time of its session."""
         session, number = self.session(request.session_id), request.custom_loss_seq_id
         # repeated by the SDK if its answer is lost
-        pending, new = self.answers.open((session.id, "loss", number), session.id)
+        pending, new = self.answers.open((f"{session.id}:loss", number), session.id, digest_of(request))
         if new:
             try:
                 # each holds a graph; a loop that makes one at each step would fill the memory
@@ -219,7 +220,7 @@ class Gateway:
             )
             return row, lambda client: client.load(request.path, optimizer=request.optimizer)
 
-        return self._begin(session, number, made)
+        return self._begin(session, number, request, made)
 
     def training_client(self, run_id: str) -> TrainingClient:
         """Raises HTTPException 404 if there is none with this id."""
@@ -230,22 +231,23 @@ class Gateway:
         self.session(run_id.partition(":")[0])
         return client
 
-    def submit(
-        self, run_id: str, number: int | None, call: Callable[[TrainingClient], Awaitable[Answer]]
-    ) -> PendingAnswer:
-        """Has a training client run a call in its turn."""
+    def submit(self, request: Any, call: Callable[[TrainingClient], Awaitable[Answer]]) -> PendingAnswer:
+        """Has the training client of a request, `model_id`, run a call in its turn, `seq_id`."""
+        run_id, number = request.model_id, request.seq_id
         client = self.training_client(run_id)
         if number is None or number < 0:
             raise HTTPException(422, f"seq_id is {number}; a call of a training client needs its sequence number")
-        pending, new = self.answers.open((run_id, number), run_id.partition(":")[0])
+        pending, new = self.answers.open((run_id, number), run_id.partition(":")[0], digest_of(request))
         if new:
             client.turns.put(number, lambda: call(client), pending)
             self.database.touch(client.run)
         return pending
 
-    def _begin(self, session: ClientSession, number: int, made: Callable[[], _Made]) -> PendingAnswer:
+    def _begin(
+        self, session: ClientSession, number: int, request: BaseModel, made: Callable[[], _Made]
+    ) -> PendingAnswer:
         """Adds a training client, whose first call, number 0, makes its adapter."""
-        pending, new = self.answers.open((f"{session.id}:train:{number}", 0), session.id)
+        pending, new = self.answers.open((f"{session.id}:train:{number}", 0), session.id, digest_of(request))
         if new:
             try:
                 check_between(0, 10**9 - 1, model_seq_id=number)  # a part of paths
@@ -289,18 +291,21 @@ class Gateway:
         sampler_id = f"{session.id}:sample:{request.sampling_session_seq_id}"
         # the SDK repeats a request; the same client is the answer
         if (known := self.samplers.find(sampler_id)) is not None:
+            if (known.path or known.base_model) != (request.model_path or request.base_model):
+                raise ValueError(f"there is a sampling client {sampler_id} of {known.path or known.base_model}")
             return known
         if request.model_path is None:
             name, number = request.base_model or "", request.sampling_session_seq_id
             return self.samplers.add(session.id, number, self.models.find(name), name, None)
-        if sampler_id not in self._from_paths:  # loading takes seconds, in which the SDK may repeat it
+        loaded = sampler_id, request.model_path
+        if loaded not in self._from_paths:  # loading takes seconds, in which the SDK may repeat it
             loading = self._load_sampler(session.id, request.sampling_session_seq_id, request.model_path)
-            self._from_paths[sampler_id] = asyncio.create_task(loading)
+            self._from_paths[loaded] = asyncio.create_task(loading)
         try:
             # a client that leaves must not stop the load of another one
-            return await asyncio.shield(self._from_paths[sampler_id])
+            return await asyncio.shield(self._from_paths[loaded])
         finally:
-            self._from_paths.pop(sampler_id, None)
+            self._from_paths.pop(loaded, None)
 
     async def _load_sampler(self, session_id: str, number: int, path: str) -> Sampler:
         model, name, policy = await self._loaded.load(path)
@@ -325,7 +330,7 @@ class Gateway:
         session = self.session(sampler.id.partition(":")[0])
         # without a number the SDK does not repeat it
         key: Hashable = (sampler.id, request.seq_id) if request.seq_id is not None else uuid.uuid4()
-        pending, new = self.answers.open(key, session.id)
+        pending, new = self.answers.open(key, session.id, digest_of(request))
         if new:
             self.samplers.begin(sampler, request, pending)
         return pending

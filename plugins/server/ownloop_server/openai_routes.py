@@ -33,8 +33,20 @@ async def models(door: Door, user: Caller) -> dict[str, Any]:
     seen_by = None if user.is_operator else user.name
     runs = [run.id for run in door.database.runs(seen_by) if run.id in door.training]
     paths = [row.path for row in door.database.checkpoints(user=seen_by) if f"/{EXPORTED}/" not in row.path]
-    cards = [{"id": name, "object": "model", "owned_by": "ownloop"} for name in (*door.models.names, *runs, *paths)]
-    return {"object": "list", "data": cards}
+    return {"object": "list", "data": [_card(name) for name in (*door.models.names, *runs, *paths)]}
+
+
+@openai_routes.get("/models/{name:path}")
+async def model(name: str, door: Door, user: Caller) -> Response:
+    """One of them: what can be named in a request."""
+    check_owner(door, user, name)
+    if _card(name) not in (await models(door, user))["data"] and door.samplers.find(name) is None:
+        return failure(404, f"there is no model {name}; GET models lists what there is")
+    return JSONResponse(_card(name))
+
+
+def _card(name: str) -> dict[str, str]:
+    return {"id": name, "object": "model", "owned_by": "ownloop"}
 
 
 @openai_routes.post("/chat/completions")
@@ -50,16 +62,15 @@ async def completions(request: Request, door: Door, user: Caller) -> Response:
 
 
 async def _answer(kind: str, request: Request, gateway: Gateway, user: User) -> Response:
-    raw = await request.body()
     try:
-        name = _check(raw)
+        name = _check(await _json(request))
         check_owner(gateway, user, name)
         model, policy = await gateway.find_policy(name)
     except ValueError as error:
         return failure(400, str(error))
     except HTTPException as error:
         return failure(error.status_code, error.detail)
-    call = OpenAICall(kind=kind, body=raw, policy=policy, model=name)
+    call = OpenAICall(kind=kind, body=await request.body(), policy=policy, model=name)
     answering = _sample(model, policy, call)
     try:
         reply = await first_or_gone(answering, request)
@@ -102,12 +113,15 @@ async def _events(answering: AsyncGenerator[OpenAIReply | str]) -> AsyncGenerato
         yield f"data: {json.dumps(_error(503, str(error)))}\n\n"  # the status has been sent, so an event must say it
 
 
-def _check(raw: bytes) -> str:
-    """The name of the model. Raises ValueError for a body that makes no sense, or asks for too much."""
+async def _json(request: Request) -> Any:
     try:
-        body: Any = json.loads(raw)
+        return await request.json()
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the body is not JSON: {error}") from None
+
+
+def _check(body: Any) -> str:
+    """The name of the model. Raises ValueError for a body that makes no sense, or asks for too much."""
     if not isinstance(body, dict) or not isinstance(body.get("model"), str):
         raise ValueError("model is missing; GET models lists what there is")
     prompt, n = body.get("prompt"), body.get("n") or 1

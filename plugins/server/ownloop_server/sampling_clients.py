@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
-from ownloop_server.answers import Answer, PendingAnswer, answer
+from ownloop_server.answers import ONE_WRITER, Answer, PendingAnswer, answer
 from ownloop_server.image_chunks import image_tokens
 from ownloop_server.served_models import ServedModel
 from ownloop_server.wire import csr_rows
@@ -44,6 +44,8 @@ class Sampler:
     """The policy to sample from; None is the base model."""
     path: str | None
     """The checkpoint that it was made of, if it was one."""
+    follows: str = ""
+    """The training client whose in-flight saves it samples from; empty for weights that stay."""
 
 
 class SamplingClients:
@@ -79,13 +81,21 @@ class SamplingClients:
         base_model: str,
         policy: Policy,
         path: str | None = None,
+        *,
+        follows: str = "",
     ) -> Sampler:
-        """Makes one."""
+        """Makes one. Those that follow the same training client sample from the same policy as it from now on.
+
+        Raises ValueError if the session has one with this number.
+        """
+        if (sampler_id := f"{session_id}:sample:{number}") in self._samplers:
+            raise ValueError(f"there is a sampling client {sampler_id}; {ONE_WRITER}")
+        for known in [known for known in self._samplers.values() if follows and known.follows == follows]:
+            self._samplers[known.id] = replace(known, policy=policy)
         of_session = self.of_session(session_id)
         if len(of_session) >= MAX_PER_SESSION:
             del self._samplers[next(filter(self._is_useless, of_session), of_session[0])]
-        sampler_id = f"{session_id}:sample:{number}"
-        sampler = Sampler(id=sampler_id, model=model, base_model=base_model, policy=policy, path=path)
+        sampler = Sampler(id=sampler_id, model=model, base_model=base_model, policy=policy, path=path, follows=follows)
         self._samplers[sampler_id] = sampler
         return sampler
 

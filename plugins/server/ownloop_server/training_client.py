@@ -168,9 +168,10 @@ class TrainingClient:
         if request.sampling_session_seq_id is None:
             raise ValueError("sampling_session_seq_id is missing; without a path it is needed")
         snapshots = self.model.snapshots
-        keep = snapshots.follow if request.kind == "inflight" else snapshots.freeze
-        policy = await keep(self._adapter_name, self._current)
-        sampler = samplers.add(session_id, request.sampling_session_seq_id, self.model, self.run.base_model, policy)
+        follows = self.run.id if request.kind == "inflight" else ""
+        policy = await (snapshots.follow if follows else snapshots.freeze)(self._adapter_name, self._current)
+        number, base_model = request.sampling_session_seq_id, self.run.base_model
+        sampler = samplers.add(session_id, number, self.model, base_model, policy, follows=follows)
         return Answer.json({"type": request.type, "sampling_session_id": sampler.id})
 
     async def freeze(self) -> Policy:

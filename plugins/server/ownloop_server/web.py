@@ -8,8 +8,14 @@ from typing import TypeVar
 
 import uvicorn
 from fastapi import Request
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 T = TypeVar("T")
+PATIENCE_S = 30.0
+"""How long a request may take to come whole; its body may take longer, at `SLOWEST_BYTES_PER_S`."""
+SLOWEST_BYTES_PER_S = 10_000
+MAX_HEAD_BYTES = 64 * 2**10
+"""The size of a request's first line and headers."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -27,8 +33,51 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's, which by itself waits for ever for the headers of a request, of any size."""
+
+    _waiting: asyncio.TimerHandle | None = None
+    _num_read = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        answering: RequestResponseCycle | None = self.cycle
+        if answering is None or answering.response_complete:
+            self._num_read += len(data)
+            if self._num_read > MAX_HEAD_BYTES:
+                self.transport.close()
+            elif self._waiting is None:
+                self._wait()
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def _wait(self) -> None:
+        self._waiting = self.loop.call_later(PATIENCE_S, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        self._num_read = 0
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+
 class Server(uvicorn.Server):
-    """uvicorn's server without signal handlers, because `ownloop` has its own."""
+    """uvicorn's server without signal handlers, because `ownloop` has its own, and without websockets."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        """Connections that do not say what they want are closed after `PATIENCE_S`."""
+        config.http, config.ws = _Protocol, "none"
+        super().__init__(config)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

@@ -20,7 +20,7 @@ from ownloop_server.config import Limits
 from ownloop_server.gateway import Gateway
 from ownloop_server.keys import Keys
 from ownloop_server.serving import KEEP_ALIVE_S
-from ownloop_server.web import listen
+from ownloop_server.web import Server, listen
 from plugins.server.tests.toy_model import ToyHost
 from plugins.server.tests.toy_whole_models import with_whole_models
 from tests.waiting import LIMIT_S
@@ -70,7 +70,7 @@ def running_server(
         options = uvicorn.Config(
             app, log_level="warning", timeout_keep_alive=KEEP_ALIVE_S, ssl_certfile=tls[0], ssl_keyfile=tls[1]
         )
-        server = uvicorn.Server(options)
+        server = Server(options)
         servers.append(server)
         url = f"{'http' if tls[0] is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
         started.append(RunningServer(url=url, host=host, gateway=gateway, keys=keys, folder=folder, http=server))

@@ -73,7 +73,7 @@ def test_a_client_that_the_database_refused_is_made_later(
         source = types.CreateModelRequest(session_id=session.id, model_seq_id=0, base_model="toy")
         await gateway.create(source).wait(20)
         name = types.SaveWeightsRequest(model_id=f"{session.id}:train:0", seq_id=1, path="one")
-        saved = await gateway.submit(name.model_id, 1, lambda client: client.save("weights", name)).wait(20)
+        saved = await gateway.submit(name, lambda client: client.save("weights", name)).wait(20)
         assert saved is not None
         path = json.loads(saved.content)["path"]
         request = types.LoadWeightsRequest(session_id=session.id, model_seq_id=1, path=path, optimizer=False)

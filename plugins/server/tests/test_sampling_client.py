@@ -44,6 +44,23 @@ def test_a_sampling_client_keeps_its_weights_during_training(server: RunningServ
     assert scores(live) == scores(new)
 
 
+@pytest.mark.stranger("2.E1")
+def test_a_client_that_follows_goes_along_with_a_loaded_state(server: RunningServer) -> None:
+    training: Any = new_client(server)
+    saved = training.save_state("before").result().path
+    live, frozen = (
+        training.save_weights_and_get_sampling_client(kind=kind).result() for kind in ("inflight", "snapshot")
+    )
+    before = scores(frozen)
+    train(training, 2)
+    for _ in range(2):  # each state that is loaded is another adapter of the trainer
+        training.load_state(saved).result()
+        train(training)
+        newest = training.save_weights_and_get_sampling_client(kind="inflight").result()
+        assert scores(live) == scores(newest) == scores(training) != before
+    assert scores(frozen) == before
+
+
 def test_weights_that_made_room_are_an_error_and_no_others(tmp_path: Path) -> None:
     with running_server(tmp_path, max_snapshots=2) as server:
         training = new_client(server)

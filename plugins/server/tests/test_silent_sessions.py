@@ -35,7 +35,7 @@ async def begin_session(gateway: Gateway) -> ClientSession:
         model_id=f"{session.id}:train:0", seq_id=1, sampling_session_seq_id=0, ttl_seconds=None
     )
     saved = await gateway.submit(
-        request.model_id, 1, lambda client: client.sampling_client(request, session.id, gateway.samplers)
+        request, lambda client: client.sampling_client(request, session.id, gateway.samplers)
     ).wait(20)
     for answer in (created, saved):
         assert answer is not None

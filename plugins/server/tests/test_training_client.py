@@ -4,6 +4,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ types: Any = tinker.types
 TOKENS, TARGETS = [2, 3, 4, 7], [3, 4, 7, 1]
 Q = [-2.5, -3.0, -2.0, -2.9]
 ADVANTAGES = [1.0, -2.0, 0.5, 0.0]
+PROMPT = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [2]}]}, "sampling_params": {"max_tokens": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -236,3 +238,45 @@ def test_get_info_names_model_tokenizer_and_rank(server: RunningServer) -> None:
     info = new_client(server, rank=7).get_info()
     assert (info.model_data.model_name, info.model_data.tokenizer_id) == ("toy", "toy")
     assert (info.is_lora, info.lora_rank) == (True, 7)
+
+
+@pytest.mark.stranger("2.E1")
+def test_two_writers_of_one_client_never_get_each_others_results(server: RunningServer) -> None:
+    """Each counts for itself. One of the two hears of it, whoever comes first."""
+    first = new_client(server)
+    second: Any = tinker.TrainingClient(server.client().holder, 0, first.model_id, info=first.get_info())
+    one, two = [datum([2, 3], [3, 4])], [datum([2, 3], [3, 4]), datum([5, 6], [6, 7])]
+    for _ in range(2):
+        assert len(first.forward_backward(one, "cross_entropy").result().loss_fn_outputs) == 1
+    with pytest.raises(Exception, match="one client alone"):
+        second.forward_backward(two, "cross_entropy").result()
+    with pytest.raises(Exception, match="one client alone"):
+        second.save_state("mine").result()
+    assert second.forward_backward(two, "cross_entropy").result().loss_fn_outputs  # a number that nobody has used
+    with pytest.raises(Exception, match="one client alone"):
+        first.save_weights_and_get_sampling_client().result()
+
+
+@pytest.mark.stranger("2.E1")
+@pytest.mark.parametrize(
+    ("path", "body", "other"),
+    [
+        ("create_model", {"model_seq_id": 4, "base_model": "toy"}, {"lora_config": {"rank": 2}}),
+        ("create_sampling_session", {"sampling_session_seq_id": 4, "base_model": "toy"}, {"base_model": "tinker://x"}),
+        ("asample", {"seq_id": 4, **PROMPT}, {"num_samples": 2}),
+        ("asample", {"seq_id": 5, **PROMPT}, {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [3]}]}}),
+    ],
+)
+def test_a_number_means_one_request(server: RunningServer, path: str, body: Any, other: Any) -> None:
+    session: Any = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"}
+
+    def post(path: str, body: Any) -> httpx.Response:
+        return httpx.post(f"{server.url}/api/v1/{path}", json=body)
+
+    session_id = post("create_session", session).json()["session_id"]
+    made = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "toy"}
+    sampler_id = post("create_sampling_session", made).json()["sampling_session_id"]
+    body = {**body, **({"sampling_session_id": sampler_id} if path == "asample" else {"session_id": session_id})}
+    first = post(path, body)
+    assert (first.status_code, post(path, body).json()) == (200, first.json())
+    assert post(path, {**body, **other}).status_code == 422

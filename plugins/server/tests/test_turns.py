@@ -29,7 +29,7 @@ def test_any_order_of_arrival_gives_the_order_of_the_numbers() -> None:
 
             return run
 
-        pending = {number: answers.open(number, "session")[0] for number in numbers}
+        pending = {number: answers.open(number, "session", b"")[0] for number in numbers}
         for number in numbers:
             turns.put(number, call(number), pending[number])
             await asyncio.sleep(0)
@@ -49,8 +49,8 @@ def test_any_order_of_arrival_gives_the_order_of_the_numbers() -> None:
 def test_results_are_forgotten_some_time_after_they_were_fetched() -> None:
     async def main() -> None:
         answers = Answers()
-        fetched, _ = answers.open("fetched", "session")
-        kept, _ = answers.open("kept", "session")
+        fetched, _ = answers.open("fetched", "session", b"")
+        kept, _ = answers.open("kept", "session", b"")
         for pending in (fetched, kept):
             pending.set(Answer.json({}))
         await fetched.wait(1)
@@ -60,7 +60,7 @@ def test_results_are_forgotten_some_time_after_they_were_fetched() -> None:
         answers.sweep()
         assert answers.find(fetched.id) is None
         assert answers.find(kept.id) is kept
-        waiting, _ = answers.open("waiting", "session")
+        waiting, _ = answers.open("waiting", "session", b"")
         await asyncio.sleep(2000)
         answers.sweep()
         assert answers.find(kept.id) is None  # nobody asked for it
@@ -82,7 +82,7 @@ def test_calls_that_wait_end_with_the_model() -> None:
         async def never() -> Answer:
             raise AssertionError("its turn never comes")
 
-        pending = [answers.open(number, "session")[0] for number in (0, 1, 7)]
+        pending = [answers.open(number, "session", b"")[0] for number in (0, 1, 7)]
         turns.put(0, long, pending[0])
         turns.put(1, never, pending[1])
         turns.put(7, never, pending[2])

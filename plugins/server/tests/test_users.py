@@ -1,8 +1,11 @@
 """Keys, what users see of each other, and how much a request may ask for."""
 
+import contextlib
 import json
+import socket
 import ssl
 import subprocess
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator
@@ -10,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.datastructures import URL
+from starlette.requests import Request
 
 from controller.commands import cli
 from ownloop_server.config import Limits
 from ownloop_server.keys import Keys
 from plugins.server.tests.running_server import RunningServer, running_server
 from plugins.server.tests.sdk import datum, scores, train
+from tests.waiting import LIMIT_S
 
 tinker: Any = pytest.importorskip("tinker")
 
@@ -106,7 +112,8 @@ def test_no_call_reaches_another_users_client_or_session(server: RunningServer, 
     sampler = training.save_weights_and_get_sampling_client().result()
     run, session = training.model_id, training.model_id.partition(":")[0]
     sampler_id = next(iter(server.gateway.samplers.of_session(session)))
-    request_id = server.gateway.answers.open((run, 0), session)[0].id
+    waiting = {"model_id": run, "seq_id": 7, "adam_params": {}}
+    request_id = ask(server, "/api/v1/optim_step", ann, waiting)[1]["request_id"]
     message = _message(run)
     for path, body in (
         ("optim_step", {"model_id": run, "seq_id": 9, "adam_params": {}}),
@@ -244,3 +251,63 @@ def test_https(tmp_path: Path) -> None:
             assert json.loads(response.read()) == {"status": "ok"}
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
             urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=120)
+
+
+@pytest.mark.stranger("2.A8")
+@pytest.mark.parametrize("host", ["x/api/v1/healthz?", "x/api/v1/downloads/?", "x/metrics?", "x#"])
+def test_the_host_header_opens_no_path(server: RunningServer, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """Starlette before 1.0.1 makes `request.url` of it."""
+    monkeypatch.setattr(
+        Request, "url", property(lambda self: URL(f"http://{self.headers['host']}{self.scope['path']}")), raising=False
+    )
+    body = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"}
+    status, _ = ask(server, "/api/v1/create_session", None, body, Host=host)
+    assert status == 401
+    assert ask(server, "/api/v1/healthz", None, Host=host)[0] == 200
+
+
+@pytest.mark.stranger("2.A9")
+def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch: Any) -> None:
+    parsed: list[int] = []
+    loads = json.loads
+    monkeypatch.setattr("starlette.requests.json.loads", lambda text: parsed.append(len(text)) or loads(text))
+    with running_server(tmp_path, needs_key=True) as server:
+        key = server.keys.add("ann")
+        started = time.monotonic()
+        for path in ("/api/v1/create_session", "/api/v1/forward_backward", "/oai/api/v1/chat/completions"):
+            for body in (b'{"model": ' + b"[[]," * 5_000_000 + b"0", b'{"x": [' + b"1," * 10_000_000 + b"1]}"):
+                status, answer = ask(server, path, key, body)
+                assert status == (422 if "forward" in path else 413), answer
+        assert time.monotonic() - started < 10
+        assert max(parsed) < 1000
+        text = {"tags": ["t" * 2_000_000], "user_metadata": None, "sdk_version": "0.38.0"}
+        assert ask(server, "/api/v1/create_session", key, text)[0] == 200
+        assert len([size for size in parsed if size > 1000]) == 1, "a body is parsed once"
+
+
+@pytest.mark.stranger("2.A9")
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /api/v1/create_session HTTP/1.1\r\nHost: loc",
+        b"GET /api/v1/healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET",
+        b"POST /api/v1/create_session HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{",
+        b"GET /api/v1/healthz HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX: " + b"x" * 2**18,
+    ],
+)
+def test_a_connection_that_does_not_go_on_is_closed(tmp_path: Path, monkeypatch: Any, sent: bytes) -> None:
+    for module in ("web", "access"):
+        monkeypatch.setattr(f"ownloop_server.{module}.PATIENCE_S", 0.3)
+    monkeypatch.setattr("plugins.server.tests.running_server.KEEP_ALIVE_S", 0.3)
+    with running_server(tmp_path) as server:
+        address = "127.0.0.1", int(server.url.rpartition(":")[2])
+        connections = [socket.create_connection(address, timeout=LIMIT_S) for _ in range(20)]
+        for connection in connections:
+            connection.sendall(sent)
+        for connection in connections:
+            with connection, contextlib.suppress(ConnectionResetError):
+                while connection.recv(4096):
+                    pass
+        assert ask(server, "/api/v1/healthz", None)[0] == 200
