@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import uvicorn
 from fastapi import Request
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 T = TypeVar("T")
 PATIENCE_S = 30.0
@@ -49,8 +49,7 @@ class _Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        answering: RequestResponseCycle | None = self.cycle
-        if answering is None or answering.response_complete:
+        if not self.cycle or self.cycle.response_complete:  # no request is being answered
             self._num_read += len(data)
             if self._num_read > MAX_HEAD_BYTES:
                 self.transport.close()
