@@ -6,7 +6,8 @@ policy a request samples from is the caller's to say, and not the request's.
 
 import copy
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm.outputs import RequestOutput
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from generator._compat import REASONER
 from generator.engine import GenerationEngine
 from generator.openai_calls import OpenAICall
 from rl.checks import unknown_name
@@ -39,8 +41,9 @@ class EngineClient:
 
     errored = dead_error = None  # an engine that has stopped says so at the next request
 
-    def __init__(self, engine: GenerationEngine, llm: LLMEngine) -> None:
+    def __init__(self, engine: GenerationEngine, llm: LLMEngine, reasoning_parser: str = "") -> None:
         self._engine = engine
+        self._reasoning_parser = reasoning_parser
         self.vllm_config = llm.vllm_config
         self.model_config = copy.copy(llm.model_config)
         self.model_config.max_model_len = engine.max_model_len
@@ -54,12 +57,30 @@ class EngineClient:
     def generate(
         self, prompt: Any, sampling_params: vllm.SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput]:
-        """The outputs of one request. The policy is looked up now, not when the outputs are taken."""
-        del request_id, options
+        """The outputs of one request. The policy is looked up now, not when the outputs are taken.
+
+        They raise ValueError if the form that is asked for allows no token.
+        """
+        del request_id
         tokens = prompt["prompt_token_ids"]
         if prompt["type"] == "multimodal" and not images_of(tokens):
             raise ValueError("truncate_prompt_tokens is not supported with images; send a shorter prompt")
-        return self._engine.stream(tokens, sampling_params, policy=CALL.get().policy)
+        reasons = self._reasoning_parser and not options.get("reasoning_ended")
+        reasoner = self._reasoning_parser, options.get("reasoning_parser_kwargs") or {}
+        sampling_params.extra_args = {**(sampling_params.extra_args or {}), REASONER: reasoner if reasons else None}
+        return _in_form(self._engine.stream(tokens, sampling_params, policy=CALL.get().policy))
+
+
+async def _in_form(outputs: AsyncGenerator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
+    """The outputs. vLLM ends a request in "error" where its grammar allows no token, as a schema of itself alone."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            if any(sample.finish_reason == "error" for sample in output.outputs):
+                raise ValueError(
+                    "the form that the request asks for (response_format, structured_outputs or a tool's parameters) "
+                    "allows no answer: its schema or grammar must come to an end"
+                )
+            yield output
 
 
 class OpenAIServing:
@@ -77,7 +98,7 @@ class OpenAIServing:
         llm = engine.llm
         if llm.renderer.tokenizer is None:
             raise ValueError("the model's directory has no tokenizer, which OpenAI's endpoints need")
-        client: Any = self.client_class(engine, llm)
+        client: Any = self.client_class(engine, llm, reasoning_parser)
         models = _AnyModel(client, [BaseModelPath(name="", model_path=llm.model_config.model)])
         self.template: dict[str, Any] = {
             "request_logger": None,
@@ -95,6 +116,7 @@ class OpenAIServing:
                 f"tool_parser is {tool_parser!r} and reasoning_parser {reasoning_parser!r}, which vLLM cannot use with "
                 f"this model: {error}"
             ) from error
+        self._chat.parser_cls = _by_prompt(self._chat.parser_cls)
         self._completion = OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None)
 
     async def answer(self, call: OpenAICall) -> tuple[int, str | AsyncGenerator[str]]:
@@ -115,6 +137,26 @@ class OpenAIServing:
         request.model = call.model
         create: Any = self._chat.create_chat_completion if call.kind == "chat" else self._completion.create_completion
         return await create(request)
+
+
+def _by_prompt(parser_class: Any) -> Any:
+    """The parser, to which a whole answer is no reasoning if the prompt has closed it, as vLLM has it in streams."""
+    if parser_class is None:
+        return None
+
+    class ByPrompt(parser_class):
+        ended = False
+
+        def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
+            super().set_prompt_token_ids(prompt_token_ids)
+            self.ended = self.is_reasoning_end([*prompt_token_ids])
+
+        def extract_reasoning(self, model_output: str, *args: Any) -> tuple[str | None, str | None]:
+            reasoning, content = super().extract_reasoning(model_output, *args)
+            is_all = not content and (reasoning or "").strip() == model_output.strip()
+            return (None, model_output) if self.ended and is_all else (reasoning, content)
+
+    return ByPrompt
 
 
 def _as_json(result: Any) -> str:

@@ -8,7 +8,7 @@ import asyncio
 import json
 import string
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,15 +43,18 @@ TOOL: Any = {
 }
 
 
-def chat_model(path: Path, *, template: str = CHAT_TEMPLATE, max_len: int = 4096) -> Path:
-    """Writes the model."""
+def chat_model(
+    path: Path, *, template: str = CHAT_TEMPLATE, max_len: int = 4096, more_tokens: Sequence[str] = ()
+) -> Path:
+    """Writes the model. `more_tokens` are its last ones."""
     characters = "\n" + string.printable[:95]
     pairs = sorted({a + b for a in "abcdefgh" for b in "aeiou"} | {"th", "er", "in", '":', '{"', "</", "<t"})
-    vocab = {token: index for index, token in enumerate((*CONTROL, *characters, *pairs))}
+    vocab = {token: index for index, token in enumerate((*CONTROL, *characters, *pairs, *more_tokens))}
     model = tiny_llama(path, **SERVABLE, vocab_size=-(-len(vocab) // 8) * 8, max_position_embeddings=max_len)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[(pair[0], pair[1]) for pair in pairs]))
     tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.add_special_tokens(list(CONTROL))
+    tokenizer.add_tokens([*more_tokens])
     tokenizer.save(str(model / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": CONTROL[2], "pad_token": CONTROL[0]}
     (model / "tokenizer_config.json").write_text(json.dumps({**settings, "clean_up_tokenization_spaces": False}))

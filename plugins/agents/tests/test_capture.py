@@ -1,6 +1,7 @@
 """What a generator captures of programs' requests, with the SDKs that programs use."""
 
 import asyncio
+import json
 import random
 from collections import Counter
 from contextlib import aclosing
@@ -14,10 +15,11 @@ import pytest
 import torch
 
 from generator.engine import GenerationEngine
+from generator.openai_calls import OpenAICall
 from ownloop_agents.endpoint import AgentEndpoint, OpenSession, SessionLimits
 from ownloop_agents.sessions import Session, session_to_data
 from ownloop_agents.splicing import whole_tokens
-from plugins.agents.tests.chatting import TOOL, chat_model, endpoint_over
+from plugins.agents.tests.chatting import CHAT_TEMPLATE, TOOL, chat_model, endpoint_over
 from tests.generator.engines import EngineFactory
 from tests.generator.published import moved, pull
 from tests.generator.running import run_paced, started
@@ -320,6 +322,74 @@ async def _read(events: Any) -> None:
     async with aclosing(events.response.aiter_bytes()) as parts:
         async for _ in parts:
             pass
+
+
+def of_schema(schema: Any) -> Any:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}}
+
+
+LOOPS: dict[str, Any] = {
+    "itself": of_schema({"$ref": "#"}),
+    "each other": of_schema({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+    "any of itself": of_schema({"anyOf": [{"$ref": "#"}]}),
+    "all of itself": of_schema({"allOf": [{"$ref": "#"}]}),
+    "a grammar": {"structured_outputs": {"grammar": "root ::= root"}},
+}
+
+
+@pytest.mark.stranger("2.E3")
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_form_that_never_ends_is_the_clients_mistake(chat_engine: GenerationEngine, name: str) -> None:
+    body = {"model": "m", "messages": ASK, **LOOPS[name]}
+
+    async def main() -> None:
+        async with endpoint_over(chat_engine) as endpoint:
+            client = of_openai(endpoint, session := endpoint.begin("a"))
+            with pytest.raises(openai.BadRequestError, match="allows no answer"):
+                await client.post("/chat/completions", body=body, cast_to=object)
+            assert session.calls == []
+
+    run_paced(main())
+
+
+@pytest.mark.stranger("2.E4")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("start", ["", "<think>\n", "<think>\n</think>"])
+def test_a_form_begins_behind_the_reasoning(
+    tmp_path: Path, build_engine: EngineFactory, start: str, stream: bool
+) -> None:
+    """The bias has the model end its thought at once; within the form, vLLM lets it say this no more."""
+    template = CHAT_TEMPLATE.replace("assistant\n{% endif %}", f"assistant\n{start}{{% endif %}}")
+    engine = build_engine(
+        chat_model(tmp_path / "m", template=template, more_tokens=["<think>", "</think>"]), "float32", max_model_len=512
+    )
+    end = engine.llm.renderer.tokenizer.convert_tokens_to_ids("</think>")  # pyright: ignore[reportOptionalMemberAccess]
+    from generator.openai_serving import OpenAIServing  # loads vLLM
+
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+    asked = {"messages": ASK, "seed": 1, "max_tokens": 60, "logit_bias": {end: 99.0}, "stream": stream}
+
+    async def answer(parser: str, **more: Any) -> tuple[str, str]:
+        body = json.dumps({**asked, **more, "structured_outputs": {"json": schema, "disable_any_whitespace": True}})
+        serving = OpenAIServing(engine, tool_parser="", reasoning_parser=parser)
+        status, said = await serving.answer(OpenAICall(kind="chat", body=body.encode(), policy=None, model="m"))
+        assert status == 200
+        if isinstance(said, str):
+            parts = [json.loads(said)["choices"][0]["message"]]
+        else:
+            events = [json.loads(event[6:]) for event in [each async for each in said] if "[DONE]" not in event]
+            parts = [event["choices"][0]["delta"] for event in events]
+        return "".join(part.get("reasoning") or "" for part in parts), "".join(
+            part.get("content") or "" for part in parts
+        )
+
+    async def main() -> None:
+        reasoning, content = await answer("qwen3")
+        assert reasoning == ""
+        assert "n" in json.loads(content)
+        assert "n" in json.loads((await answer(""))[1]), "another endpoint over the engine has no reasoning"
+
+    run_paced(main())
 
 
 def _called(arguments: str) -> Any:
