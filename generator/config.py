@@ -45,11 +45,37 @@ _OWN_FIELDS = {
     "return_sampling_mask": "kept_sets",
     "enable_return_routed_experts": "routes",
 }
-_FIXED = ("distributed_executor_backend", "logprobs_mode", "pipeline_parallel_size", "data_parallel_size")
+_FIXED = (
+    "distributed_executor_backend",
+    "load_format",
+    "logprobs_mode",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+)
+_PROVEN = (
+    "attention_backend",
+    "block_size",
+    "disable_custom_all_reduce",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "enforce_eager",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "max_logprobs",
+    "max_num_batched_tokens",
+    "seed",
+)
+"""Options that were seen to change neither the distribution, nor log-probs, nor what a pull leaves."""
 _REFUSED = {
     "quantization": "vLLM would pack the weights when it loads them, and nothing can be pulled into packed ones",
     "moe_backend": "others than 'triton', which is chosen, reorder experts in place, so that a pull leaves garbage",
     "enable_eplb": "vLLM would move experts between ranks, and a pull would bring them back to where they were",
+    "speculative_config": "drafted tokens have wrong log-probs, and a cut ends the engine",
+    "kv_transfer_config": "keys and values of the old weights would come back after a pull",
+    "hf_overrides": "the trainer reads config.json, so that the two would compute different models; "
+    "GeneratorConfig.head_dtype sets the head's dtype",
+    "logits_processors": "tokens would come from a distribution that the trainer cannot compute",
+    "trust_remote_code": "a model's folder may not bring code",
 }
 
 
@@ -134,7 +160,8 @@ class GeneratorConfig:
     lora: LoRALimits | None = None
     """Room for adapters (LoRA). None: this generator serves only the model itself."""
     engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Further options of vLLM's `EngineArgs`, under vLLM's names."""
+    """Further options of vLLM's `EngineArgs`, under vLLM's names. Only options that are proven not to change what is
+    sampled are taken; an error names them."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -292,25 +319,25 @@ def check_pull(policy: LivePolicy, config: GeneratorConfig, *, frozen: bool) -> 
 
 
 def _check_engine_args(engine_args: Mapping[str, Any]) -> None:
-    known = _engine_arg_names()
-    if "head_dtype" in (engine_args.get("hf_overrides") or {}):
-        raise ValueError(
-            "GeneratorConfig.engine_args['hf_overrides'] has 'head_dtype'; set GeneratorConfig.head_dtype instead"
-        )
-    for name in engine_args:
+    """Raises ValueError for all but proven options: many of vLLM's change how tokens or log-probs come about."""
+    for name, value in engine_args.items():
+        where = f"GeneratorConfig.engine_args[{name!r}]"
+        if name in _PROVEN:
+            continue
         if name in _OWN_FIELDS:
-            raise ValueError(f"GeneratorConfig.engine_args[{name!r}]: set GeneratorConfig.{_OWN_FIELDS[name]} instead")
+            raise ValueError(f"{where}: set GeneratorConfig.{_OWN_FIELDS[name]} instead")
         if name in _FIXED:
-            raise ValueError(f"GeneratorConfig.engine_args[{name!r}] is set by the generator and cannot be chosen")
-        if name in _REFUSED and engine_args[name] not in (None, False):
-            raise ValueError(
-                f"GeneratorConfig.engine_args[{name!r}] is {engine_args[name]!r} and must be left out: {_REFUSED[name]}"
-            )
-        if name not in known:
+            raise ValueError(f"{where} is set by the generator and cannot be chosen")
+        if name in _REFUSED:
+            raise ValueError(f"{where} is {value!r} and must be left out: {_REFUSED[name]}")
+        if name not in (known := _engine_arg_names()):
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"GeneratorConfig.engine_args[{name!r}]: vLLM has no such option; the nearest is {nearest}"
-            )
+            raise ValueError(f"{where}: vLLM has no such option; the nearest is {nearest}")
+        raise ValueError(
+            f"{where} is {value!r} and must be left out: nobody has checked that tokens, log-probs and pulls stay right "
+            f"with it; `ownloop parity` checks an option that is added to `_PROVEN` in generator/config.py. Proven are "
+            f"{', '.join(_PROVEN)}"
+        )
 
 
 def _engine_arg_names() -> list[str]:

@@ -1,7 +1,7 @@
 """Translates a `GeneratorConfig` for vLLM: the environment of a rank's process and the arguments of its engine.
 
 CPU and GPU share one path. Options are set for the CPU only where vLLM's defaults are wrong or slow there; all others
-keep vLLM's defaults. `GeneratorConfig.engine_args` overrides everything.
+keep vLLM's defaults. `GeneratorConfig.engine_args` overrides these.
 """
 
 import platform
@@ -74,6 +74,11 @@ def check_hardware(config: GeneratorConfig, *, has_gpu: bool | None = None) -> N
             f"GeneratorConfig.dtype is {config.dtype!r}; on the CPU vLLM computes the gated delta rule of "
             f"{config.model.name} in 'bfloat16' only"
         )
+    if config.engine_args.get("enable_chunked_prefill"):
+        raise ValueError(
+            "GeneratorConfig.engine_args['enable_chunked_prefill'] is True; on the CPU a request with a seed would end "
+            "vLLM, so it must be False"
+        )
     if not config.engine_args.get("enforce_eager", True):
         # A compiled graph holds on to the packed weights that it was traced with.
         raise ValueError(
@@ -127,7 +132,7 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
     family = find_family(read_config(config.model))
     head = {} if config.head_dtype is None else {"head_dtype": config.head_dtype}
     given = {"hf_overrides": {}, **({} if family is None else family.engine_args), **config.engine_args}
-    return {**options, **given, "hf_overrides": {**given["hf_overrides"], **head}}
+    return {**options, **given, "hf_overrides": {**given["hf_overrides"], **head}, "trust_remote_code": False}
 
 
 def _lora_options(config: GeneratorConfig) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def test_a_policy_its_reference_and_a_generator(tmp_path: Path) -> None:
 @pytest.mark.slow  # starts a trainer only to end it
 def test_a_start_that_fails_ends_the_others(tmp_path: Path) -> None:
     model, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
-    broken = GeneratorConfig(max_model_len=64, engine_args={"kv_cache_dtype": "no such dtype"})
+    broken = GeneratorConfig(max_model_len=64, engine_args={"attention_backend": "no such backend"})
     trainers: list[asyncio.Task[Any]] = []
     before = descendants()
 

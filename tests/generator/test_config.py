@@ -34,13 +34,31 @@ from tests.waiting import LIMIT_S
         ({"engine_args": {"quantization": "fp8"}}, r"is 'fp8' and must be left out: .* nothing can be pulled into"),
         ({"engine_args": {"moe_backend": "flashinfer_trtllm"}}, r"must be left out: others than 'triton'"),
         ({"head_dtype": "bfloat16"}, r"head_dtype is 'bfloat16'; it must be one of \('float32',\) or None"),
-        ({"engine_args": {"hf_overrides": {"head_dtype": "float32"}}}, r"set GeneratorConfig\.head_dtype instead"),
+        (
+            {"engine_args": {"hf_overrides": {"head_dtype": "float32"}}},
+            r"GeneratorConfig\.head_dtype sets the head's dtype",
+        ),
         ({"engine_args": {"enable_eplb": True}}, r"must be left out: vLLM would move experts between ranks"),
     ],
 )
 def test_a_wrong_value_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GeneratorConfig(**options)
+
+
+@pytest.mark.stranger("2.E6")
+@pytest.mark.parametrize(
+    "name",
+    (
+        "speculative_config spec_method spec_tokens kv_transfer_config kv_offloading_size hf_overrides hf_config_path "
+        "model_weights model_class_overrides logits_processors quantization_config override_generation_config "
+        "kv_cache_dtype model_impl additional_config load_format trust_remote_code worker_cls scheduler_cls revision "
+        "lora_dtype mm_processor_kwargs mamba_cache_dtype data_parallel_rank compilation_config tokenizer"
+    ).split(),
+)
+def test_options_that_may_change_what_is_sampled_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"engine_args\['{name}'\] .*(must be left out|is set by the generator)"):
+        GeneratorConfig(engine_args={name: {}})
 
 
 def test_a_model_that_cannot_be_served_is_named(tmp_path: Path) -> None:
