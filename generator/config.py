@@ -334,9 +334,9 @@ def _check_engine_args(engine_args: Mapping[str, Any]) -> None:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise ValueError(f"{where}: vLLM has no such option; the nearest is {nearest}")
         raise ValueError(
-            f"{where} is {value!r} and must be left out: nobody has checked that tokens, log-probs and pulls stay right "
-            f"with it; `ownloop parity` checks an option that is added to `_PROVEN` in generator/config.py. Proven are "
-            f"{', '.join(_PROVEN)}"
+            f"{where} is {value!r} and must be left out: it is not proven that tokens, log-probs and pulls stay right "
+            f"with it, as `ownloop parity` can show of an option that is added to `_PROVEN` in generator/config.py. "
+            f"Proven are {', '.join(_PROVEN)}"
         )
 
 

@@ -141,7 +141,9 @@ def _build_smollm2(directory: Path) -> None:
     package = Path(spec.origin).parent
     gguf = next(package.glob("*.gguf")).name
 
-    quantised: Any = AutoModelForCausalLM.from_pretrained(package, gguf_file=gguf, dtype=torch.float32)
+    quantised: Any = AutoModelForCausalLM.from_pretrained(
+        package, gguf_file=gguf, dtype=torch.float32, trust_remote_code=False
+    )
     # transformers refuses to save a model that was read from a GGUF file, so its weights move into a new model. The
     # file holds rms_norm_eps as a float32, 9.99999975e-06; the original is 1e-5.
     source = quantised.config
@@ -171,7 +173,7 @@ def _build_smollm2(directory: Path) -> None:
     )
     model.save_pretrained(directory)
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(package, gguf_file=gguf)
+    tokenizer: Any = AutoTokenizer.from_pretrained(package, gguf_file=gguf, trust_remote_code=False)
     _split_digits(tokenizer)
     tokenizer.model_max_length = config.max_position_embeddings
     tokenizer.save_pretrained(directory)

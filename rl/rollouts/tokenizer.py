@@ -29,7 +29,7 @@ def load_tokenizer(model: Path) -> Any:
 
         if _names_a_plain_class(model):
             return transformers.PreTrainedTokenizerFast.from_pretrained(model)
-        return transformers.AutoTokenizer.from_pretrained(model)
+        return transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)  # or it asks at the terminal
 
 
 def _names_a_plain_class(model: Path) -> bool:

@@ -98,7 +98,9 @@ class _Loaded:
         from transformers import AutoModelForSequenceClassification
 
         dtype = getattr(torch, self._options.dtype)
-        model = AutoModelForSequenceClassification.from_pretrained(self._options.model, dtype=dtype)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            self._options.model, dtype=dtype, trust_remote_code=False
+        )
         return model.to(self._options.device).eval()
 
 

@@ -1,17 +1,21 @@
 """The tokenizer is the one that `AutoTokenizer` loads, and most of transformers stays out of the process."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from rl.rollouts.tokenizer import load_tokenizer, said_tokens, text_of
 from rl.tiny_models import tiny_llama, tiny_qwen3
 from tests.waiting import LIMIT_S
+from trainer.engines.hf.transformers_policy import TransformersPolicy
 
 
 @pytest.mark.parametrize("tokenizer_class", ["TokenizersBackend", "PreTrainedTokenizerFast", "GPT2Tokenizer", None])
@@ -28,6 +32,39 @@ def test_it_is_what_auto_tokenizer_loads(tmp_path: Path, write: Any, tokenizer_c
     assert ours.special_tokens_map == theirs.special_tokens_map
     assert ours.chat_template == theirs.chat_template == "{{ messages }}"
     assert ours.encode("w5 w7 w9 unknown") == theirs.encode("w5 w7 w9 unknown")
+
+
+@pytest.mark.stranger("2.A11")
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+def test_code_of_a_folder_is_neither_run_nor_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    model = tiny_llama(tmp_path / "model")
+    (model / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Theirs: pass\n")
+    config = json.loads((model / file).read_text()) | {"tokenizer_class": "Theirs", "model_type": "theirs"}
+    auto = {"AutoTokenizer": ["theirs.Theirs", "theirs.Theirs"], "AutoConfig": "theirs.Theirs"}
+    (model / file).write_text(json.dumps({**config, "auto_map": auto}))
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "y")
+    with pytest.raises(ValueError, match="code"):
+        load_tokenizer(model) if file == "tokenizer_config.json" else TransformersPolicy(model, "lm", torch.float32)
+    assert (asked, (tmp_path / "ran").exists()) == ([], False)
+
+
+@pytest.mark.stranger("2.A11")
+def test_nothing_that_loads_a_folder_may_run_its_code() -> None:
+    root = Path(__file__).parents[3]
+    parts = [root / "controller", root / "generator", root / "rl", root / "trainer", *root.glob("plugins/*/ownloop_*")]
+    calls = [
+        node
+        for part in parts
+        for file in part.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and re.search(r"Auto\w+\.from_\w+$", ast.unparse(node.func))
+    ]
+    assert len(calls) >= 5
+    for call in calls:
+        assert "trust_remote_code=False" in ast.unparse(call)
 
 
 SAID = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|channel|>", "<|message|>", "<box>")

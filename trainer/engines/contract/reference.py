@@ -101,7 +101,9 @@ class ReferencePolicy:
 
     def __init__(self, path: Path) -> None:
         # eager: no kernel of another implementation
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+        self.model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        )
         self._stored = stored_shapes(path).keys()
 
     def logits(self, datum: Datum) -> Tensor:

@@ -78,7 +78,7 @@ class TransformersPolicy(nn.Module):
         family = find_family(read_config(path))
         vision = None if family is None else family.vision
         try:
-            config = AutoConfig.from_pretrained(path)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
             text = _without_dropout(config.get_text_config())
             if self._has_values:
                 config.tie_word_embeddings = False
@@ -86,7 +86,9 @@ class TransformersPolicy(nn.Module):
                 # transformers' other kinds of attention leave a cap of attention's logits (Gemma 2) out.
                 attention = "eager" if getattr(text, "attn_logit_softcapping", None) else None
                 builder = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-                self.model: Any = builder.from_config(config, dtype=torch.float32, attn_implementation=attention)
+                self.model: Any = builder.from_config(
+                    config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+                )
         except (OSError, ValueError, ImportError, StrictDataclassError) as error:
             raise ValueError(f"transformers cannot build a causal language model from {path}: {error}") from error
         self._name = type(self.model).__name__
