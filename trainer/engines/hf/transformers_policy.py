@@ -86,9 +86,8 @@ class TransformersPolicy(nn.Module):
                 # transformers' other kinds of attention leave a cap of attention's logits (Gemma 2) out.
                 attention = "eager" if getattr(text, "attn_logit_softcapping", None) else None
                 builder = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-                self.model: Any = builder.from_config(
-                    config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
-                )
+                options = {"dtype": torch.float32, "attn_implementation": attention, "trust_remote_code": False}
+                self.model: Any = builder.from_config(config, **options)
         except (OSError, ValueError, ImportError, StrictDataclassError) as error:
             raise ValueError(f"transformers cannot build a causal language model from {path}: {error}") from error
         self._name = type(self.model).__name__
