@@ -83,11 +83,8 @@ class TransformersPolicy(nn.Module):
             if self._has_values:
                 config.tie_word_embeddings = False
             with accelerate.init_empty_weights(include_buffers=False):
-                # transformers' other kinds of attention leave a cap of attention's logits (Gemma 2) out.
-                attention = "eager" if getattr(text, "attn_logit_softcapping", None) else None
                 builder = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-                options = {"dtype": torch.float32, "attn_implementation": attention, "trust_remote_code": False}
-                self.model: Any = builder.from_config(config, **options)
+                self.model: Any = builder.from_config(config, dtype=torch.float32, **_options(text))
         except (OSError, ValueError, ImportError, StrictDataclassError) as error:
             raise ValueError(f"transformers cannot build a causal language model from {path}: {error}") from error
         self._name = type(self.model).__name__
@@ -318,6 +315,12 @@ class TransformersPolicy(nn.Module):
                 f"{self._name} changes its logits after the output projection, by a cap or an unknown factor, which "
                 "is not computed here"
             )
+
+
+def _options(config: Any) -> dict[str, Any]:
+    """How transformers builds the model. Its other kinds of attention leave a cap of logits (Gemma 2) out."""
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+    return {"attn_implementation": attention, "trust_remote_code": False}
 
 
 def _without_dropout(config: Any) -> Any:
