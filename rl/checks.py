@@ -217,6 +217,13 @@ def errors_of_user_code(name: str, passing: tuple[type[Exception], ...] = ()) ->
         raise ValueError(f"{name}: {why_not_imported(error)}{where}") from error
 
 
+def frames_below(error: BaseException, caller: str) -> str:
+    """Where code of the user raised an error: a line for each frame below the last one of the file `caller`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = max((i for i, frame in enumerate(frames) if frame.filename == caller), default=-1)
+    return "".join(f"\n  {frame.filename}, line {frame.lineno}, in {frame.name}" for frame in frames[last + 1 :])
+
+
 def named_function(field: str, path: str) -> Callable[..., Any]:
     """The user's function that "module:function" names. Raises ValueError naming the field if it cannot be imported."""
     module, _, name = path.partition(":")

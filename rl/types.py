@@ -219,7 +219,7 @@ class Group:
     rollouts: tuple[Rollout, ...]
     """The rollouts that have a reward."""
     failures: tuple[str, ...] = ()
-    """One message for each rollout that failed in the environment."""
+    """One message for each rollout that failed in the environment, with a line for each frame of its code."""
 
     @property
     def rewards(self) -> NDArray[np.float64]:

@@ -52,6 +52,7 @@ class StepLog:
         self._last_measurements: Mapping[str, Measurement] = {}
         self._first_step: int | None = None  # the step after which held-out data were first measured
         self._last_groups: Sequence[Group] = ()
+        self._shown_frames = {""}
         self.skipped_in_a_row = 0
         """Number of latest optimizer steps that the trainer skipped, all in a row, because of a non-finite gradient."""
         self.without_signal_in_a_row = 0
@@ -131,9 +132,13 @@ class StepLog:
         self._observers.each(lambda observer: observer.after_step(step))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Records the reward on held-out problems after a number of steps. Does nothing if there are no problems."""
+        """Records the reward on held-out problems after a number of steps. Does nothing if there are no problems.
+
+        Raises ValueError if no rollout of a held-out set's first evaluation has a reward: the environment is broken.
+        """
         if not evaluation.groups:
             return
+        is_first = self._first_evaluation is None
         self._first_evaluation = self._first_evaluation or evaluation
         self._first_step = step if self._first_step is None else self._first_step
         self._last_evaluation = evaluation
@@ -144,6 +149,9 @@ class StepLog:
         for prefix, part in sets:
             self._observers.log_rollouts(step, part.groups, split=f"eval_{prefix}".rstrip("_"))
             self._warn_of_failures(f"evaluation {prefix}{_label(step)}", part.groups)
+        if is_first and (failed := [part for _, part in sets if not any(group.rollouts for group in part.groups)]):
+            first = next((failure for group in failed[0].groups for failure in group.failures), "none was sampled")
+            raise ValueError(f"every rollout of the first evaluation failed, so nothing can be learnt: {first}")
         self._observers.each(lambda observer: observer.after_evaluation({"reward": "reward_mean"}))
 
     def measurements(self, step: int, measurements: Mapping[str, Measurement]) -> None:
@@ -215,11 +223,15 @@ class StepLog:
             self.solved_in_a_row = self.solved_in_a_row + 1 if all_best else 0
 
     def _warn_of_failures(self, when: str, groups: Sequence[Group]) -> None:
-        """Warns if the environment failed rollouts: how many, and how the first one failed."""
+        """Warns if the environment failed rollouts: how many, how the first one failed, and once where that was."""
         failures = [failure for group in groups for failure in group.failures]
         if failures:
             total = len(failures) + sum(len(group.rollouts) for group in groups)
-            self._console.warn(f"{when}: the environment failed {len(failures)} of {total} rollouts: {failures[0]}")
+            sentence, _, frames = failures[0].partition("\n")
+            self._console.warn(f"{when}: the environment failed {len(failures)} of {total} rollouts: {sentence}")
+            if frames not in self._shown_frames:
+                self._shown_frames.add(frames)
+                self._console.warn(f"raised in\n{frames}")
 
 
 def _label(step: int) -> str:

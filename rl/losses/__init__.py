@@ -14,13 +14,22 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from rl.algorithms import Algorithms
-from rl.checks import check_at_least, check_known, did_you_mean, errors_of_user_code, is_of, see_working_directory
+from rl.checks import (
+    check_at_least,
+    check_known,
+    did_you_mean,
+    errors_of_user_code,
+    frames_below,
+    is_of,
+    see_working_directory,
+)
 from rl.losses.functions import cispo, cross_entropy, dro, gspo, importance_sampling, ppo
 from rl.losses.functions import value as value_loss
 from rl.losses.shared import (
@@ -97,7 +106,9 @@ class Loss:
         if self.takes:
             loss, metrics = self.shared.apply(function, scores, entropy, inputs)
         else:
-            loss, metrics = self._checked(function(scores, entropy, inputs), scores)
+            with self._naming_inputs(inputs):
+                result = function(scores, entropy, inputs)
+            loss, metrics = self._checked(result, scores)
         if observed is not None:
             loss, metrics = loss + self.shared.observation_coef * observed, {**metrics, "observation_loss": observed}
         if reserved := sorted(RESERVED_METRICS & metrics.keys()):
@@ -105,6 +116,21 @@ class Loss:
                 f"loss {self.name!r} returned a metric {reserved[0]!r}, which the trainer reports; rename it"
             )
         return loss, {name: value.detach() for name, value in metrics.items()}
+
+    @contextmanager
+    def _naming_inputs(self, inputs: LossInputs) -> Generator[None]:
+        """Says where a function of the user's raised, and of an input that is missing which there are."""
+        try:
+            yield
+        except Exception as error:
+            import torch  # is loaded where a loss is computed
+
+            if self.checks_values or isinstance(error, torch.OutOfMemoryError):
+                raise
+            is_input = isinstance(error, KeyError) and error.args and error.args[0] not in inputs.arrays
+            there_are = f"; there are the inputs {', '.join(sorted(inputs.arrays))}" if is_input else ""
+            where = frames_below(error, __file__)
+            raise ValueError(f"loss {self.name!r} raised {type(error).__name__}: {error}{there_are}{where}") from error
 
     def _checked(self, result: Any, scores: Tensor) -> tuple[Tensor, Metrics]:
         """What a function returned, numbers among its metrics as tensors. Raises ValueError if it is something else."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.checks import MAX_FLOAT32
+from rl.checks import MAX_FLOAT32, frames_below
 from rl.images import images_of, join_tokens
 from rl.protocols import Done, Episode, Generator, Observation, Problem, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, EnvironmentFailedError, call_environment
@@ -80,9 +80,9 @@ async def rollout_group(
 
     `sampling.max_tokens` limits each turn. When the context has no room for another turn, the episode ends as truncated
     and has the reward of its last observation. A call of the environment that raises, takes more than `time_limit_s`
-    seconds or returns something invalid fails its rollout only, and `Group.failures` says why. An exception of the
-    generator is raised and cancels the other rollouts, and so is a `ChatTemplateError` for a model whose chat template
-    is not fit for several turns.
+    seconds or returns something invalid fails its rollout only; `Group.failures` says why and where. An exception of
+    the generator is raised and cancels the other rollouts, and so is a `ChatTemplateError` for a model whose chat
+    template is not fit for several turns.
     """
     player = _Player(generator, renderer, sampling, time_limit_s)
     try:
@@ -94,8 +94,8 @@ async def rollout_group(
                 f"of {renderer.max_model_len} (max_model_len)"
             )
     except Exception as error:  # the prompt comes from the environment, so this is its failure
-        failures = (f"problem {problem.id!r}: {type(error).__name__}: {error}",) * num_samples
-        return Group(problem_id=problem.id, prompt="", rollouts=(), failures=failures)
+        failed = f"problem {problem.id!r}: {type(error).__name__}: {error}{frames_below(error, __file__)}"
+        return Group(problem_id=problem.id, prompt="", rollouts=(), failures=(failed,) * num_samples)
     text = prompt_text(prompt)
     completions = await generator.generate(tokens, sampling, num_samples)
     first_turns = [Turn(prompt_tokens=tokens, completion=completion, prompt=text) for completion in completions]
@@ -130,7 +130,7 @@ class _Player:
         try:
             return await self._play(problem, sample, first)
         except EnvironmentFailedError as error:
-            return f"problem {problem.id!r}: {error}"
+            return f"problem {problem.id!r}: {error}{error.frames}"
 
     def room(self, num_tokens: int) -> int:
         """Tokens that fit into the context after `num_tokens`."""

@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+from rl.checks import frames_below
+
 DEFAULT_TIME_LIMIT_S = 60.0
 """Limit of one call of an environment that does not set its own, `call_time_limit_s`."""
 MAX_THREADS = 32
@@ -27,6 +29,11 @@ _semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = W
 
 class EnvironmentFailedError(Exception):
     """The environment raised, took too long or returned something invalid; the message says which."""
+
+    @property
+    def frames(self) -> str:
+        """Where the environment raised, a line for each frame of its code; empty if it did not raise."""
+        return "" if self.__cause__ is None else frames_below(self.__cause__, __file__)
 
 
 def time_limit_of(env: object) -> float:
@@ -167,7 +174,12 @@ async def _contained(awaitable: Awaitable[T]) -> T:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
-        raise RuntimeError(f"{type(error).__name__}: {words_of(error)}") from error
+        raise _ordinary(error) from None
+
+
+def _ordinary(error: BaseException) -> RuntimeError:
+    """An error in place of one that would end more than the call, where that was raised."""
+    return RuntimeError(f"{type(error).__name__}: {words_of(error)}").with_traceback(error.__traceback__)
 
 
 def _in_thread(
@@ -185,7 +197,7 @@ def _in_thread(
         elif isinstance(error, Exception) and not isinstance(error, StopIteration):
             answer.set_exception(error)
         else:  # SystemExit in an environment must not end the run, and a future refuses StopIteration
-            answer.set_exception(RuntimeError(f"{type(error).__name__}: {words_of(error)}"))
+            answer.set_exception(_ordinary(error))
 
     def work() -> None:
         result, failure = None, None

@@ -132,6 +132,31 @@ def test_further_held_out_sets_are_measured_beside_the_first(tmp_path: Path) -> 
     assert [row["split"] for row in recorded_rows(folder.path)] == ["eval", "eval", "eval_aime", "eval_aime"]
 
 
+@pytest.mark.stranger("2.F1")
+def test_frames_of_a_failure_are_shown_once(tmp_path: Path) -> None:
+    step_log, _, stream = _step_log(tmp_path)
+    failed = Group(problem_id="p", prompt="p", rollouts=(), failures=("p: it broke\n  mine.py, line 7, in score",))
+    for step in (1, 2):
+        step_log.evaluation(step, Evaluation(groups=(_group(1), failed)))
+    assert stream.getvalue().count("1 of 2 rollouts: p: it broke\n") == 2
+    assert stream.getvalue().count("mine.py, line 7, in score") == 1
+
+
+@pytest.mark.stranger("2.F2")
+@pytest.mark.parametrize("name", ["", "aime"])
+def test_a_first_evaluation_that_fails_wholly_ends_the_run(tmp_path: Path, name: str) -> None:
+    failed = Evaluation(groups=(Group(problem_id="p", prompt="p", rollouts=(), failures=("p: it broke",)),) * 2)
+    good = Evaluation(groups=(_group(0),))
+    given = failed if not name else replace(good, others={name: failed})
+    step_log, folder, _ = _step_log(tmp_path)
+    with pytest.raises(ValueError, match=r"every rollout of the first evaluation failed.* p: it broke"):
+        step_log.evaluation(0, given)
+    assert len(folder.metrics()) == 1
+    step_log, _, _ = _step_log(tmp_path / "later")
+    for evaluation in (good, given):  # later on, it may be an outage
+        step_log.evaluation(0, evaluation)
+
+
 def test_the_last_sentence_of_a_resumed_run_says_since_when(tmp_path: Path) -> None:
     step_log, _, stream = _step_log(tmp_path)
     for step, right in ((4, 3), (8, 9)):

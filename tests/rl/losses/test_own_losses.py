@@ -1,5 +1,6 @@
 """Losses of the user's own: where they are found, and the options that they declare."""
 
+import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -106,3 +107,19 @@ def test_a_metric_may_be_a_number() -> None:
     loss, metrics = get_loss(lambda scores, _e, _i: ((0 * scores).sum(), {"half": 0.5, "two": 2}))(scores, None, inputs)
     loss.backward()
     assert {name: value.item() for name, value in metrics.items()} == {"half": 0.5, "two": 2}
+
+
+@pytest.mark.stranger("2.F1")
+def test_an_error_says_where_the_function_raised_and_what_it_could_ask_for() -> None:
+    p, inputs = random_case()
+
+    def asks(_scores: Any, _entropy: Any, given: Any) -> Any:
+        return given["foo"]
+
+    with pytest.raises(
+        ValueError, match=r"loss 'asks' raised KeyError: 'foo'; there are the inputs .*target_tokens"
+    ) as raised:
+        get_loss(asks)(torch.tensor(p), None, inputs)
+    assert f"{__file__}, line {inspect.getsourcelines(asks)[1] + 1}, in asks" in str(raised.value)
+    with pytest.raises(ValueError, match="raised ZeroDivisionError: division by zero\n"):
+        get_loss(lambda _scores, _entropy, _inputs: 1 / 0)(torch.tensor(p), None, inputs)

@@ -1,5 +1,7 @@
 import asyncio
+import inspect
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +15,7 @@ from controller.runs.folder import RunFolder
 from rl.advantages import ADVANTAGES, group_mean
 from rl.data.batching import validate_batch
 from rl.data.packing import pack_row
+from rl.envs.jsonl import JsonlReward
 from rl.envs.procedural import TextProblem
 from rl.protocols import Problem
 from rl.rollouts.episodes import (
@@ -93,6 +96,41 @@ def test_a_reward_that_is_no_number_costs_the_rollout(reward: Any, shown: str) -
     assert group.rollouts == ()
     assert len(group.failures) == 2
     assert re.search(f"'broken': its reward is {shown}", group.failures[0])
+
+
+def broken_reward(answer: str) -> float:
+    raise RuntimeError(f"cannot score {answer!r}")
+
+
+async def broken_later(answer: str) -> float:
+    return broken_reward(answer)
+
+
+def ends_the_program(answer: str) -> float:
+    sys.exit(f"cannot score {answer!r}")
+
+
+@pytest.mark.stranger("2.F1")
+@pytest.mark.parametrize(
+    ("score", "functions"),
+    [
+        (broken_reward, ["broken_reward"]),
+        (broken_later, ["broken_later", "broken_reward"]),
+        (ends_the_program, ["ends_the_program"]),
+    ],
+)
+def test_a_failure_says_where_the_users_code_raised(score: Any, functions: list[str], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(f'{{"prompt": "q{i}"}}' for i in range(40)))
+    env = JsonlReward(file=rows, reward="rl.envs.jsonl:no_reward")
+    problem = replace(env.train_problems(0, 0, 1)[0], score=lambda prompt, answer: score(answer))
+    (failure,) = _roll_out(problem, "a", 1).failures
+    sentence, *frames = failure.split("\n")
+    assert sentence.endswith("cannot score 'a'")
+    assert [frame.rpartition(" in ")[2] for frame in frames][-len(functions) :] == functions
+    line = inspect.getsourcelines(globals()[functions[-1]])[1] + 1
+    assert f"{__file__}, line {line}, in" in frames[-1]
+    assert "guard.py" not in failure
 
 
 @pytest.mark.parametrize("reward", [-3, True, np.float32(0.5), np.bool_(True), 1e30])
