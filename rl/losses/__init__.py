@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_type_hints
+from weakref import WeakSet
 
 from rl.algorithms import Algorithms
 from rl.checks import (
@@ -109,6 +110,7 @@ class Loss:
             with self._naming_inputs(inputs):
                 result = function(scores, entropy, inputs)
             loss, metrics = self._checked(result, scores)
+            self._check_sum(function, loss, scores, entropy, inputs)
         if observed is not None:
             loss, metrics = loss + self.shared.observation_coef * observed, {**metrics, "observation_loss": observed}
         if reserved := sorted(RESERVED_METRICS & metrics.keys()):
@@ -150,6 +152,26 @@ class Loss:
                 f"loss {self.name!r} does not depend on the scores; return (0 * scores).sum() where it is 0"
             )
         return loss, metrics
+
+    def _check_sum(
+        self, function: LossFunction, loss: Tensor, scores: Tensor, entropy: Tensor | None, inputs: LossInputs
+    ) -> None:
+        """Raises ValueError if the loss of the first micro-batch of several datums is not the sum of its halves'."""
+        can_be_kept = isinstance(self.function, Hashable)
+        if self.checks_values or inputs.num_datums < 2 or (can_be_kept and self.function in _summed):
+            return
+        whole, parts = float(loss.detach()), list[float]()
+        for chosen in (inputs.datum_index * 2 < inputs.num_datums, inputs.datum_index * 2 >= inputs.num_datums):
+            rows = chosen.nonzero().squeeze(1)
+            given = None if entropy is None else entropy[rows].detach()
+            parts.append(float(function(scores[rows].detach(), given, inputs.of(rows))[0]))
+        if abs(sum(parts) - whole) > _SUM_TOLERANCE * sum(map(abs, parts)):
+            raise ValueError(
+                f"loss {self.name!r} of a micro-batch is {whole:.6g}, and of its halves {parts[0]:.6g} and "
+                f"{parts[1]:.6g}; it must be a sum over tokens, which grad_scale of optim_step divides"
+            )
+        if can_be_kept:
+            _summed.add(self.function)
 
     def check_inputs(self, given: Collection[str]) -> None:
         """Raises ValueError if the loss needs an input that is not among those given, saying which option asks for it.
@@ -209,6 +231,10 @@ class Loss:
             shared=changed,
         )
 
+
+_SUM_TOLERANCE = 0.01
+_summed: WeakSet[LossFunction] = WeakSet()
+"""Functions of users that were seen to be sums."""
 
 LOSSES: Mapping[str, Loss] = {
     loss.name: loss

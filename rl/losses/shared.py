@@ -65,8 +65,12 @@ class LossInputs:
         """[C] indices of the positions that are not only reported, and their inputs."""
         size = self.weights.abs()
         rows = ((size > REPORTED_WEIGHT) | (size == 0)).nonzero().squeeze(1)
+        return rows, self.of(rows)
+
+    def of(self, rows: Tensor) -> LossInputs:
+        """The inputs at the positions [C] with these indices."""
         arrays = {name: array[rows] for name, array in self.arrays.items()}
-        return rows, replace(self, arrays=arrays, datum_index=self.datum_index[rows])
+        return replace(self, arrays=arrays, datum_index=self.datum_index[rows])
 
     def mean_per_datum(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
         """[D] mean of `values` [S] over each datum's scored positions; 0 for a datum without scored positions.

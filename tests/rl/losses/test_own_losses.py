@@ -123,3 +123,16 @@ def test_an_error_says_where_the_function_raised_and_what_it_could_ask_for() -> 
     assert f"{__file__}, line {inspect.getsourcelines(asks)[1] + 1}, in asks" in str(raised.value)
     with pytest.raises(ValueError, match="raised ZeroDivisionError: division by zero\n"):
         get_loss(lambda _scores, _entropy, _inputs: 1 / 0)(torch.tensor(p), None, inputs)
+
+
+@pytest.mark.stranger("2.F7")
+@pytest.mark.parametrize("reduce", [torch.mean, torch.max, lambda terms: terms.sum() / len(terms), torch.sum])
+def test_a_loss_must_be_a_sum(reduce: Any) -> None:
+    p, inputs = random_case()
+    loss = get_loss(lambda scores, _entropy, given: (reduce(scores * given["advantages"]), {}))
+    scores = torch.tensor(p, requires_grad=True)
+    if reduce is torch.sum:
+        assert loss(scores, None, inputs)[0] == (scores * inputs["advantages"]).sum()
+    else:
+        with pytest.raises(ValueError, match=r"of its halves .*; it must be a sum over tokens"):
+            loss(scores, None, inputs)
