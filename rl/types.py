@@ -9,7 +9,7 @@ Legend: T tokens of one sequence, N tokens of one completion, P tokens of one pr
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,8 @@ PullMode = Literal["drain", "inflight"]
 """Whether running requests finish before a generator takes new weights, or continue under the new weights."""
 Placement = Literal["split", "colocated"]
 """Whether trainer and generator have GPUs of their own, or take turns on the same ones."""
+PathOrName = Annotated[str, "path or name"]
+"""A file or folder here, or what is known by a name, such as a model of the hub. A resumed run checks what is here."""
 WeightTransport = str
 """How pushed weights travel: a name in `rl.weights.transport.transports()`, or "auto" for the first that can do it."""
 PULL_MODES: tuple[PullMode, ...] = ("drain", "inflight")

@@ -12,10 +12,10 @@ the hub are recorded by commit, so a resumed run has the same files.
 import hashlib
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_type_hints
 
 from controller.commands.recipes import load_recipe, override
 from controller.commands.saved_recipe import RECIPE_FILE, saved_recipe
@@ -40,7 +40,7 @@ from generator.config import GeneratorConfig
 from rl.protocols import best_reward_of
 from rl.rollouts.tokenizer import load_tokenizer, text_of
 from rl.system.disk import RecordingError, write_whole
-from rl.types import Group
+from rl.types import Group, PathOrName
 
 CHANGEABLE = (
     "num_steps",
@@ -101,8 +101,8 @@ def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
 
 def inputs_of(config: Any) -> dict[str, str]:
     """A digest of each file, and of each folder of a model or a data set, that a configuration names."""
-    fields = {name: value for name, value in to_json(config).items() if not _may_change(name)}
-    return {name: digest for name in sorted(set(_paths(fields))) if (digest := _digest(Path(name)))}
+    named = (path for name in fields(config) if not _may_change(name.name) for path in _paths_of(config, name.name))
+    return {name: digest for name in sorted(set(named)) if (digest := _digest(Path(name)))}
 
 
 def check_inputs(folder: Path, config: Any) -> None:
@@ -115,16 +115,24 @@ def check_inputs(folder: Path, config: Any) -> None:
         )
 
 
-def _paths(value: Any) -> Iterable[str]:
-    """The texts in a configuration, in JSON types, that may be a path."""
+def _paths_of(owner: Any, field: str) -> Iterable[str]:
+    """The texts in a field that name a path, or may do so."""
+    hint = get_type_hints(type(owner), include_extras=True).get(field)
+    return _paths(getattr(owner, field), is_path=hint == PathOrName)
+
+
+def _paths(value: Any, *, is_path: bool = False) -> Iterable[str]:
+    """The texts in a value that name a path: those of a type that says so, and others that look like one."""
+    if isinstance(value, Path):
+        return [str(value)]
     if isinstance(value, str):
         names = value.encode(errors="replace").split(b"/")
-        is_path = (
-            len(value) < 4096 and max(map(len, names)) < 256 and value.isprintable() and ("." in value or names[1:])
-        )
-        return [value] if is_path else []
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return [path for each in inner for path in _paths(each)]
+        may_be = len(value) < 4096 and max(map(len, names)) < 256 and value.isprintable()
+        return [value] if may_be and (is_path or "." in value or names[1:]) else []
+    if is_dataclass(value):
+        return [path for field in fields(value) for path in _paths_of(value, field.name)]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [path for each in cast("Iterable[Any]", inner) for path in _paths(each)]
 
 
 def _digest(path: Path) -> str:

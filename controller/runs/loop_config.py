@@ -16,7 +16,7 @@ from rl.losses import get_loss
 from rl.protocols import Env
 from rl.rollouts.episodes import check_sampled_distribution
 from rl.rollouts.guard import require_env
-from rl.types import MAX_RUN_SEED, AdamParams, MuonParams, Placement, SamplingParams
+from rl.types import MAX_RUN_SEED, AdamParams, MuonParams, PathOrName, Placement, SamplingParams
 from trainer.config import TrainerConfig
 
 Loop: TypeAlias = Callable[[Any, RunFolder, Console], Coroutine[Any, Any, None]]
@@ -33,7 +33,7 @@ LossConfig: TypeAlias = Mapping[str, float | str]
 class LoopConfig:
     """Fields that every loop has."""
 
-    model: str
+    model: PathOrName
     """A local Hugging Face directory, `ORG/NAME[@revision]` of the Hugging Face Hub, or "smollm2-135m-instruct"."""
     trainer: TrainerConfig
     """How the model is laid out over processes, and how it computes."""

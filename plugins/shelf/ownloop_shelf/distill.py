@@ -14,13 +14,14 @@ from ownloop_shelf.distillation import Lesson, Teachers, eval_kl
 from rl.losses import token_mean
 from rl.rollouts.episodes import step_seed
 from rl.schedules import constant, warmup
+from rl.types import PathOrName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillConfig(RolloutLoopConfig):
     """A recipe of this loop; `model` is the student, which samples each problem `group_size` times."""
 
-    teacher: str
+    teacher: PathOrName
     """Like `model`, with the student's tokenizer; or "self", the student with a hint (`lesson.hint`)."""
     teacher_trainer: TrainerConfig
     """How a teacher is laid out. It only computes log-probs, so it holds neither gradients nor optimizer state."""

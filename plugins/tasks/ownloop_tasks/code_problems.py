@@ -21,7 +21,7 @@ from rl.checks import check_at_least, check_known, check_types
 from rl.data.rows import content_id, load_columns, python_order, split, stream, without_held_out
 from rl.protocols import Done, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
-from rl.types import Answer
+from rl.types import Answer, PathOrName
 
 _OPENING = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+\{?\.?([\w+#.-]*+)[^`]*+")
 _QUOTES = re.compile(r"""\\.|\"{3}|'{3}|["'#]""")
@@ -32,7 +32,7 @@ _PYTHON = ("python", "python3", "py", "py3")
 class CodeProblems:
     """A dataset's problems. Reward 1 if the code passes all tests of its problem, 0 otherwise."""
 
-    dataset: str
+    dataset: PathOrName
     """`ORG/NAME` of the Hugging Face Hub, a local folder, or a file: .jsonl, .json, .parquet or .csv."""
     subset: str | None = None
     """The dataset's configuration, if it has several."""

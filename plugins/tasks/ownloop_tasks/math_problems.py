@@ -26,7 +26,7 @@ from rl.data.rows import content_id, python_order, read_columns, split, stream, 
 from rl.protocols import Done, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
 from rl.system.disk import cache_directory
-from rl.types import Answer
+from rl.types import Answer, PathOrName
 
 AnswerForm = Literal["anywhere", "boxed"]
 _NUMBER = re.compile(r"[-+]?\$?\d[\d,]*(\.\d+)?")
@@ -39,7 +39,7 @@ _THINGS = "apples books coins pens stamps shells cards beads".split()
 class MathProblems:
     """A dataset's problems. Reward 1 for the right answer, 0 for anything else."""
 
-    dataset: str
+    dataset: PathOrName
     """`ORG/NAME` of the Hugging Face Hub, a local folder, or a file: .jsonl, .json, .parquet or .csv."""
     subset: str | None = None
     """The dataset's configuration, if it has several: "main" for GSM8K."""

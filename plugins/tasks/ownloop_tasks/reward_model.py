@@ -18,6 +18,7 @@ from rl.checks import check_above_zero, check_known, check_types
 from rl.protocols import Prompt
 from rl.rollouts.rendering import Renderer
 from rl.system.hf_config import read_config_file
+from rl.types import PathOrName
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -29,7 +30,7 @@ class RewardModel:
     A chat is shown by the reward model's own chat template. It rates one conversation at a time, in a thread.
     """
 
-    model: str
+    model: PathOrName
     """The folder of a model with configuration, weights and tokenizer, such as a run's `model`."""
     device: str = "cpu"
     """Where it computes, such as "cpu" or "cuda:1". A GPU needs room beside what runs on it."""

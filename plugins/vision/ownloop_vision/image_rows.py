@@ -17,13 +17,14 @@ from ownloop_vision.qwen_images import file_bytes
 from rl.checks import check_types, named_function
 from rl.data.rows import load_columns, python_order, split, stream, text_of
 from rl.envs.procedural import TextProblem
+from rl.types import PathOrName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRows:
     """Answer a question about one image or several. Reward 1 for exactly the answer, or what `reward` returns."""
 
-    dataset: str
+    dataset: PathOrName
     """`ORG/NAME` of the Hub, a folder that `datasets` can load, or a file (.parquet, .jsonl, .json, .csv)."""
     answer_column: str
     """Text, or a class label, which becomes its name."""

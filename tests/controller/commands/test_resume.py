@@ -11,6 +11,7 @@ from controller.commands.recipes import find_recipe, load_recipe, override
 from controller.commands.resume import check_inputs, inputs_of, resumed_configuration
 from controller.commands.saved_recipe import add_options, find_run, how_to_go_on, save_recipe
 from controller.runs.folder import RunFolder, write_json
+from rl.types import PathOrName
 from tests.controller.commands.sown_secrets import run_with_secrets
 from tests.controller.commands.test_cli import ownloop
 
@@ -61,7 +62,7 @@ class _Data:
 
 @dataclasses.dataclass(frozen=True)
 class _Config:
-    model: str
+    model: PathOrName
     data: tuple[_Data, ...]
     log: str = "none"
 
@@ -102,6 +103,17 @@ def test_a_run_whose_inputs_changed_is_not_resumed(
         ValueError, match=f"^{re.escape(str(tmp_path / input_))} changed since the run in .* began, or went"
     ):
         check_inputs(tmp_path / "run", named)
+
+
+@pytest.mark.stranger("2.F9")
+@pytest.mark.parametrize("name", ["m", "./m", "set", "train"])
+def test_an_input_may_be_named_without_a_point(
+    named: _Config, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").rename("train")
+    for config in (_Config(model=name, data=()), _Config(model="none", data=(_Data(Path(name)),))):
+        assert inputs_of(config).keys() == {str(Path(name)) if config.data else name}
 
 
 def test_what_no_step_reads_may_change(named: _Config, tmp_path: Path) -> None:
