@@ -115,7 +115,7 @@ class AgentEndpoint:
         with contextlib.ExitStack() as place:
             place.callback(session.places.release)
             call = self._call(session, dialect, body, repeat)
-            answering = self._sample(session, call, _label(request))
+            answering = self._sample(session, call, text, _label(request))
             session.answering.add(answering)  # `end` closes it for a client that has stopped reading
             place.callback(session.answering.discard, answering)
             reply = await first_or_gone(answering, request)
@@ -153,31 +153,36 @@ class AgentEndpoint:
             **self._options,
         )
 
-    async def _sample(self, session: OpenSession, call: OpenAICall, label: str) -> AsyncGenerator[OpenAIReply | str]:
+    async def _sample(
+        self, session: OpenSession, call: OpenAICall, text: int, label: str
+    ) -> AsyncGenerator[OpenAIReply | str]:
         """Yields the reply, and then the events of its stream. Keeps the record, and whether all was delivered."""
         started = time.monotonic()
-        reply = await session.while_open(self._ask(call))
-        if isinstance(reply.body, str):
-            record, _, body = reply.body.partition("\n")
-            if record:
-                _keep(session, call, record, label, started)
-            yield replace(reply, body=body)
-            return
-        yield reply
-        index, whole = None, False  # the record comes before the last event of the stream
-        async with aclosing(reply.body) as events:
-            try:
-                while (event := await session.while_open(anext(events, None))) is not None:
-                    if event.startswith(RECORD):
-                        index = _keep(session, call, event.removeprefix(RECORD), label, started)
-                    else:
-                        yield event
-                        whole = whole or event.startswith(_LAST_EVENTS)  # and the program has taken it
-            except BaseException:
-                if index is not None and not whole:
-                    # the program may not have read it, so it is not trained
-                    session.calls[index] = replace(session.calls[index], delivered=False)
-                raise
+        with session.asking(text):
+            reply = await session.while_open(self._ask(call))
+            if isinstance(reply.body, str):
+                record, _, body = reply.body.partition("\n")
+                if record:
+                    _keep(session, call, record, label, started)
+                session.answered(text, "" if reply.status < 500 else body)
+                yield replace(reply, body=body)
+                return
+            yield reply
+            index, whole = None, False  # the record comes before the last event of the stream
+            async with aclosing(reply.body) as events:
+                try:
+                    while (event := await session.while_open(anext(events, None))) is not None:
+                        if event.startswith(RECORD):
+                            index = _keep(session, call, event.removeprefix(RECORD), label, started)
+                        else:
+                            yield event
+                            whole = whole or event.startswith(_LAST_EVENTS)  # and the program has taken it
+                except BaseException:
+                    if index is not None and not whole:
+                        # the program may not have read it, so it is not trained
+                        session.calls[index] = replace(session.calls[index], delivered=False)
+                    raise
+            session.answered(text, "" if index is not None else "a stream ended without its record")
 
 
 @asynccontextmanager

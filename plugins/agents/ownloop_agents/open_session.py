@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -59,6 +60,9 @@ class OpenSession:
     num_asked: int = 0
     texts: Counter[int] = field(default_factory=Counter[int])
     """How many requests had a text, by its hash."""
+    unanswered: dict[int, str] = field(default_factory=dict[int, str])
+    """Requests that the platform could not answer, by the hash of their text, and why. The same request takes its entry
+    out once it is answered."""
     places: asyncio.Semaphore = field(init=False)
     running: set[asyncio.Future[Any]] = field(default_factory=set[asyncio.Future[Any]])
     """What requests wait for now."""
@@ -67,6 +71,33 @@ class OpenSession:
 
     def __post_init__(self) -> None:
         self.places = asyncio.Semaphore(self.limits.max_parallel)  # here, because a default cannot see the limits
+
+    def final_calls(self) -> tuple[ModelCall, ...]:
+        """The calls of a program that has ended. Raises RuntimeError if the platform left it without an answer."""
+        if self.unanswered:
+            why = next(iter(self.unanswered.values()))
+            raise RuntimeError(f"{len(self.unanswered)} requests of the program were not answered: {why:.300}")
+        return tuple(self.calls)
+
+    @contextmanager
+    def asking(self, text: int) -> Generator[None]:
+        """A request to the generator. Errors that are not the program's are failures of the platform."""
+        try:
+            yield
+        except (ValueError, SessionEndedError):
+            raise
+        except Exception as error:
+            self.answered(text, f"{type(error).__name__}: {error}")
+            raise
+
+    def answered(self, text: int, failure: str = "") -> None:
+        """Notes that a request has its answer, or why it has none: it then counts for nothing."""
+        if not failure:
+            self.unanswered.pop(text, None)
+            return
+        self.unanswered[text] = failure
+        self.num_asked -= 1
+        self.texts[text] -= 1  # so that it has the same seed when it is made again
 
     async def while_open(self, awaitable: Awaitable[T]) -> T:
         """Waits for something. Raises `SessionEndedError` if the session ends meanwhile."""

@@ -240,7 +240,7 @@ async def _attempt(
             sandbox.put(name, content)
         ended, ended_by = await _run(sandbox, opened, program, task)
         await endpoint.end(opened)  # now the calls are final
-        calls = tuple(opened.calls)
+        calls = opened.final_calls()
         if not calls:
             raise RuntimeError(f"the program made no finished call (status {ended.exit_code}): {ended.output[-500:]}")
         for name, content in task.hidden.items():  # the program has ended, so it cannot have seen them

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from warnings import catch_warnings
 
 import psutil
 import pytest
@@ -92,7 +93,7 @@ def test_tools_of_all_pages_and_results_of_all_kinds_are_shown() -> None:
 def test_a_server_that_ended_is_started_again(when: str) -> None:
     tools = {tool["function"]["name"]: f for tool, f in MCPServer(command=(sys.executable, PLAIN, when)).tools()}
     first = asyncio.run(tools["count_letters"](word="seven")).rpartition(" ")[2]
-    with pytest.warns(UserWarning, match=r"the MCP server '.*plain_words.py .*' had ended, and was started again"):
+    with catch_warnings(record=True, action="always") as warned:
         if when == "in a call":
             with pytest.raises(Exception, match="Connection closed"):
                 asyncio.run(tools["end"](word=""))
@@ -102,6 +103,7 @@ def test_a_server_that_ended_is_started_again(when: str) -> None:
             with suppress(Exception):  # the news may not have come yet
                 asyncio.run(tools["fail"](reason="no luck"))
         again = asyncio.run(tools["count_letters"](word="seven"))
+    assert [str(each.message).partition("' ")[2] for each in warned] == ["had ended, and was started again"]
     assert again.startswith("5 letters, says ")
     assert again.rpartition(" ")[2] != first
 
