@@ -102,6 +102,10 @@ class _Loaded:
         model = AutoModelForSequenceClassification.from_pretrained(
             self._options.model, dtype=dtype, trust_remote_code=False
         )
+        # The head was trained at the last token. transformers looks for the last that is no padding, and in many models
+        # the token of padding is also that of the end.
+        for config in (model.config, model.config.get_text_config()):
+            config.pad_token_id = None
         return model.to(self._options.device).eval()
 
 

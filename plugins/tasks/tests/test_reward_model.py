@@ -1,6 +1,8 @@
 """Rewards by a reward model, against transformers on the conversation's tokens."""
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,23 @@ def test_the_reward_is_the_value_after_the_answer(reward_model: Path, env: Env, 
     classifier = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
     assert done.reward == pytest.approx(classifier(input_ids=torch.tensor([tokens])).logits.item(), abs=1e-6)
     assert done.metrics["judge_prompt_tokens"] == len(tokens)
+
+
+@pytest.mark.stranger("2.D1")
+@pytest.mark.parametrize("padding", [None, 2, 5, 0])  # 2 ends an answer, 5 is within this one
+def test_the_value_is_read_at_the_last_token_whatever_pads(reward_model: Path, tmp_path: Path, padding: int) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(reward_model, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "pad_token_id": padding}))
+    classifier = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
+    renderer = Renderer(model)
+    for answer in ("w3 w5 w4", "w3 w5", "w4 w2"):
+        tokens = torch.tensor([[*renderer.encode("w7 w9"), *renderer.encode_completion("w7 w9", answer)]])
+        with torch.inference_mode():
+            expected = classifier.score(classifier.model(input_ids=tokens).last_hidden_state[0, -1]).item()
+        judged = asyncio.run(RewardModel(model=str(model)).rate("w7 w9", [{"role": "assistant", "content": answer}]))
+        assert judged.reward == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_folder_without_a_reward_model_is_refused(reward_model: Path, tmp_path: Path) -> None:
