@@ -121,7 +121,7 @@ def minibatches(batch: Sequence[Datum], params: PPOParams, seed: Sequence[int]) 
     Neighbouring datums of the same prompt stay together, so that a minibatch computes their prompt once. The numbers of
     prompts in two minibatches of an epoch differ by at most one.
     """
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng([*b"minibatches", *seed])
     groups = [list(group) for _, group in groupby(batch, key=lambda datum: shareable_prefix(datum).tobytes())]
     orders = [random.permutation(len(groups)) for _ in range(params.num_epochs)]
     count = min(params.minibatches_per_epoch, len(groups))

@@ -153,7 +153,7 @@ class EnvPreferences(_OfEnv):
                 "problems with `wrong_answers`, or a JSONL file"
             )
         # Seeded by the id: a problem is always paired with the same wrong answer.
-        rejected = random.Random(problem.id).choice(wrong)
+        rejected = random.Random(f"rejected/{problem.id}").choice(wrong)
         return Preference(id=problem.id, prompt=problem.prompt, chosen=answer, rejected=rejected)
 
 

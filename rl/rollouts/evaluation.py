@@ -204,7 +204,7 @@ def bootstrap(values: NDArray[np.float64], weights: NDArray[np.float64] | None =
         raise ValueError("bootstrap needs at least one value")
     if not np.isfinite(values).all():
         raise ValueError(f"bootstrap was given {values[~np.isfinite(values)][0]}; every value must be finite")
-    random = np.random.default_rng(0)
+    random = np.random.default_rng([*b"bootstrap"])
     resamples_at_once = max(_RESAMPLED_AT_ONCE // len(values), 1)
     counts = [min(resamples_at_once, _NUM_RESAMPLES - start) for start in range(0, _NUM_RESAMPLES, resamples_at_once)]
     picks = (random.integers(len(values), size=(count, len(values))) for count in counts)

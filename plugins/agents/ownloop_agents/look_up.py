@@ -57,11 +57,11 @@ class LookUp:
 
     def train_problems(self, seed: int, start: int, count: int) -> list[AgentTask]:
         """Tasks with odd numbers."""
-        return [_task(Random(f"{seed}/{index}"), index, odd=1) for index in range(start, start + count)]
+        return [_task(Random(f"look_up/{seed}/{index}"), index, odd=1) for index in range(start, start + count)]
 
     def eval_problems(self, count: int) -> list[AgentTask]:
         """Tasks with even numbers, always the same."""
-        return [_task(Random(f"eval/{index}"), index, odd=0) for index in range(count)]
+        return [_task(Random(f"look_up/eval/{index}"), index, odd=0) for index in range(count)]
 
     async def reward(self, task: AgentTask, work: Path, attempt: Attempt) -> float:
         """0.5 for opening the page, and 0.5 for the number that is there. The first number of an answer counts."""

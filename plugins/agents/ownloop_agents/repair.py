@@ -54,11 +54,11 @@ class Repair:
 
     def train_problems(self, seed: int, start: int, count: int) -> list[AgentTask]:
         """See `AgentEnv`."""
-        return [_task(_TRAINING, Random(f"{seed}/{index}"), index) for index in range(start, start + count)]
+        return [_task(_TRAINING, Random(f"repair/{seed}/{index}"), index) for index in range(start, start + count)]
 
     def eval_problems(self, count: int) -> list[AgentTask]:
         """See `AgentEnv`."""
-        return [_task(_HELD_OUT, Random(f"eval/{index}"), index) for index in range(count)]
+        return [_task(_HELD_OUT, Random(f"repair/eval/{index}"), index) for index in range(count)]
 
     async def reward(self, task: AgentTask, work: Path, attempt: Attempt) -> float:
         """1 if the tests pass."""

@@ -255,7 +255,7 @@ def select_for_clip_cov(batch: Sequence[Datum], options: Mapping[str, Any]) -> l
     covariance = _covariance(batch)
     (candidates,) = np.nonzero((covariance >= options["covariance_low"]) & (covariance <= options["covariance_high"]))
     count = min(int(options["selected_fraction"] * len(covariance)), len(candidates))
-    draw = np.random.default_rng([len(covariance), len(candidates)])
+    draw = np.random.default_rng([*b"clip_cov", len(covariance), len(candidates)])
     return _with_selected(batch, draw.choice(candidates, count, replace=False))
 
 

@@ -102,9 +102,9 @@ class WhileUnsolved:
 class Mixture:
     """An environment made of others. Each problem of the training stream is drawn from one task, by the weights.
 
-    The draw for problem i follows from the run's seed, i and the weights, and it is problem i of its task's own stream:
-    so a task's rows come as often as one another on average, not each once before any comes again. Held-out problems
-    come from all tasks alike.
+    The draw for problem i follows from the run's seed, i and the weights, and it is problem i of its task's own stream,
+    whose seed follows from the run's and the task's name: so a task's rows come as often as one another on average, not
+    each once before any comes again. A task may be a mixture. Held-out problems come from all tasks alike.
     """
 
     def __init__(self, **tasks: Task) -> None:
@@ -176,7 +176,8 @@ class Mixture:
             )
         draw = random.Random(hashed_number(f"mixture/{seed}/{number}"))
         (name,) = draw.choices(list(weights), list(weights.values()))
-        (problem,) = self.tasks[name].env.train_problems(seed, number, 1)
+        own_seed = hashed_number(f"task/{name}/{seed}")  # else a mixture in this one would draw by the same number
+        (problem,) = self.tasks[name].env.train_problems(own_seed, number, 1)
         return _OfTask(name, self.tasks[name], problem, self._count)
 
     def _count(self, name: str, reward: float) -> None:

@@ -42,6 +42,15 @@ def test_tasks_come_by_their_weights() -> None:
     assert counts["two"] / 4000 == pytest.approx(0.75, abs=0.03)
 
 
+@pytest.mark.stranger("2.C5")
+def test_a_mixture_in_a_mixture_draws_by_its_own_numbers() -> None:
+    inner = Mixture(p=Task(TWO), q=Task(Mixture(p=Task(FOUR), q=Task(EvenWords()))))
+    problems = Mixture(p=Task(inner), q=Task(TWO)).train_problems(0, 0, 4000)
+    counts = Counter("".join(word for word in problem.id.split(": ") if word in "pq") for problem in problems)
+    shares = {name: count / 4000 for name, count in counts.items()}
+    assert shares == pytest.approx({"q": 1 / 2, "pp": 1 / 4, "pqp": 1 / 8, "pqq": 1 / 8}, abs=0.03)
+
+
 def test_a_stream_can_be_read_from_anywhere() -> None:
     mixture = Mixture(two=Task(TWO), four=Task(FOUR, weight=Ramp(((0, 0.0), (50, 2.0)))))
     whole = [problem.id for problem in mixture.train_problems(7, 0, 60)]
