@@ -2,8 +2,9 @@
 
 Checks the problems of both splits, then plays episodes: every problem with every answer three times, which are alone,
 alone again, and turn by turn with an episode that is given another answer. If the first two differ, no run could be
-repeated; if only the third differs, episodes share state. Replies that block the event loop are found as well. Whether
-the rewards are right cannot be known.
+repeated; if only the third differs, episodes share state. Replies that block the event loop are found as well. A
+problem's own `answer` must have the best reward and its `wrong_answers` less, none may have more, and not every answer
+the same. Whether other rewards are right cannot be known.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from rl.checks import prompt_fault
-from rl.protocols import Done, Env, Observation, Prompt
+from rl.protocols import Done, Env, Observation, Prompt, best_reward_of
 from rl.rollouts.episodes import checked_reward
 from rl.rollouts.guard import EnvironmentFailedError, call_environment, missing_of, time_limit_of
 
@@ -69,7 +70,8 @@ def check_env(env: Env, *, time_limit_s: float | None = None) -> list[str]:
     if time_limit_s is None:
         time_limit_s = time_limit_of(env) if hasattr(env, "call_time_limit_s") else _TIME_LIMIT_S
     if not findings.sentences:  # episodes of malformed problems would give the same findings again
-        asyncio.run(check_episodes(findings, [*train[:_NUM_PLAYED], *evals[:_NUM_PLAYED]], time_limit_s))
+        problems = [*train[:_NUM_PLAYED], *evals[:_NUM_PLAYED]]
+        asyncio.run(check_episodes(findings, problems, time_limit_s, best_reward_of(env)))
     return findings.sentences
 
 
@@ -150,16 +152,18 @@ def message_fault(prompt: Any) -> str:
     return f"has a message of role {unknown[0]!r}; roles are {', '.join(ROLES)}" if unknown else ""
 
 
-async def check_episodes(findings: Findings, problems: Sequence[Any], time_limit_s: float) -> None:
+async def check_episodes(findings: Findings, problems: Sequence[Any], time_limit_s: float, best: float) -> None:
     """Plays episodes of these problems and adds what went wrong. `time_limit_s` is the limit of one call.
+
+    `best` is the environment's best reward.
 
     An environment with slow replies is checked for six times that limit and no longer.
     """
-    player = _Player(findings, time_limit_s)
+    player, rewards = _Player(findings, time_limit_s), _Rewards(findings, best)
     deadline = time.perf_counter() + _NUM_LIMITS * time_limit_s
     for problem in problems:
         alone: dict[str, _Transcript] = {}
-        for answer in _ANSWERS:
+        for answer in dict.fromkeys((*_ANSWERS, *_known_answers(problem))):
             if player.given_up or time.perf_counter() > deadline:
                 return
             where = _where(problem, answer)
@@ -171,6 +175,7 @@ async def check_episodes(findings: Findings, problems: Sequence[Any], time_limit
                 continue
             if first == second:
                 alone[answer] = first
+                rewards.add(where, problem, answer, first[-1])
             else:
                 findings.add(
                     f"{where} went differently the second time, {_difference(second, first)}: start() must return a "
@@ -191,6 +196,45 @@ async def check_episodes(findings: Findings, problems: Sequence[Any], time_limit
                     "must return an independent episode each time",
                     "shared",
                 )
+
+    rewards.check_constant()
+
+
+def _known_answers(problem: Any) -> list[str]:
+    """A right answer and a wrong one, as far as the problem has such texts."""
+    known = (getattr(problem, "answer", None), *tuple(getattr(problem, "wrong_answers", ()))[:1])
+    return [answer for answer in known if isinstance(answer, str) and answer]
+
+
+class _Rewards:
+    """The rewards of all answers that were played to the end."""
+
+    def __init__(self, findings: Findings, best: float) -> None:
+        self._findings, self._best = findings, best
+        self._seen, self._knows_answers = set[float](), False
+
+    def add(self, where: str, problem: Any, answer: str, last: tuple[Any, ...]) -> None:
+        """Adds a finding for a reward above the best, or one that a right or wrong answer should not have."""
+        if last[0] != "done":
+            return
+        reward, best = float(last[1]), float(getattr(problem, "best_reward", self._best))
+        slack = 1e-6 * max(1.0, abs(best))
+        self._seen.add(reward)
+        if reward > best + slack:
+            self._findings.add(f"{where} had reward {reward:g}, above best_reward, which is {best:g}", "above")
+        if answer == getattr(problem, "answer", None):
+            self._knows_answers = True
+            if reward < best - slack:
+                told = f"the problem's own answer had reward {reward:g}, below best_reward, which is {best:g}"
+                self._findings.add(f"{where}: {told}: the best reward is never reached, or the answer is wrong", "best")
+        elif answer in getattr(problem, "wrong_answers", ()) and reward >= best - slack:
+            self._findings.add(f"{where}, which is one of its wrong_answers, had the best reward, {best:g}", "wrong")
+
+    def check_constant(self) -> None:
+        """Adds a finding if all answers had the same reward, unless it is 0 and no right answer is known."""
+        if len(self._seen) == 1 and (self._knows_answers or self._seen != {0.0}):
+            (reward,) = self._seen
+            self._findings.add(f"every answer that was played had reward {reward:g}: there is nothing to learn from it")
 
 
 def _where(problem: Any, answer: str) -> str:

@@ -19,6 +19,7 @@ from ownloop_tasks.python_arithmetic import PythonArithmetic
 from plugins.sandbox.tests.here import need
 from rl.envs.jsonl import JsonlReward
 from rl.envs.largest_number import LargestNumber
+from rl.envs.procedural import TextProblem
 from rl.envs.reasoning import ReasoningGym
 from rl.protocols import Done, Env, Observation
 from rl.rollouts.guard import require_env, time_limit_of
@@ -140,6 +141,15 @@ def _answering(answer: Callable[[str], Any]) -> Numbers:
     return _with(answer=answer)
 
 
+def _scoring(score: Callable[[str], float]) -> Numbers:
+    """Problems whose right answer is 8 and a wrong one 9."""
+
+    def make(number: int) -> TextProblem:
+        return TextProblem(id=f"{number}", prompt=f"number {number}", score=score, answer="8", wrong_answers=("9",))
+
+    return Numbers(make)
+
+
 class Reluctant(Item):
     """Its coroutine blocks the event loop."""
 
@@ -183,6 +193,10 @@ class Lazy:
 
 def test_a_minimal_environment_is_enough() -> None:
     assert check_env(Numbers()) == []
+    assert check_env(_scoring(lambda completion: float(completion == "8"))) == []
+    five: Any = _scoring(lambda completion: 5.0 * (completion == "8"))
+    five.best_reward = 5.0
+    assert check_env(five) == []
 
 
 _counter = itertools.count()
@@ -240,11 +254,21 @@ BROKEN: list[tuple[Any, str]] = [
         "the prompt is text, the observation messages",
     ),
     (_answering(lambda completion: Observation(messages="")), "the observation is empty"),
+    (
+        _answering(lambda completion: Done(reward=5.0 * (completion == "42"))),
+        "had reward 5, above best_reward, which is 1",
+    ),
+    (_answering(lambda completion: Done(reward=0.5)), "every answer that was played had reward 0.5"),
+    (_scoring(lambda completion: 0.0), "every answer that was played had reward 0"),
+    (_scoring(lambda completion: float(completion == "7")), "answer had reward 0, below best_reward, which is 1"),
+    (_scoring(lambda completion: 0.5 * (completion == "8")), "answer had reward 0.5, below best_reward, which is 1"),
+    (_scoring(lambda completion: float(completion in "89")), "one of its wrong_answers, had the best reward, 1"),
     (_answering(lambda completion: time.sleep(9)), "it did not answer within 0.5 s"),
     (Numbers(lambda number: Reluctant(id=str(number), prompt=f"number {number}")), "blocked the event loop"),
 ]
 
 
+@pytest.mark.stranger("2.D11")
 @pytest.mark.parametrize(("env", "finding"), BROKEN, ids=[message[:40] for _, message in BROKEN])
 def test_every_mistake_is_found(env: Any, finding: str) -> None:
     findings = check_env(cast(Env, env), time_limit_s=0.5 if "did not answer" in finding else LIMIT_S)
