@@ -228,6 +228,8 @@ def _update(mine: Any, other: Any) -> None:
 
 def begin(space: dict[str, Any], setup: str, link: Link) -> None:
     """Runs the setup, which both processes have."""
+    sys.setrecursionlimit(_MAX_DEPTH)
+    sys.set_int_max_str_digits(0)
     exec(setup, space)
     link.classes = {n for n, v in space.items() if isinstance(v, type) and v.__module__ == space["__name__"]}
 
@@ -310,7 +312,3 @@ def _callback(operation: str, *arguments: Any, **named: Any) -> Any:
     if operation != "call":
         raise AttributeError(f"{operation} of a function of the tests is not for the answer")
     return function(*rest, **named)
-
-
-sys.setrecursionlimit(_MAX_DEPTH)
-sys.set_int_max_str_digits(0)
