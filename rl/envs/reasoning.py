@@ -1,5 +1,10 @@
-"""Single-turn tasks of the reasoning-gym package, by name: https://github.com/open-thought/reasoning-gym."""
+"""Single-turn tasks of the reasoning-gym package, by name: https://github.com/open-thought/reasoning-gym.
 
+Some of its verifiers hand the answer to Python's `eval`, directly or through SymPy. Here they get literals alone, or
+formulas of numbers, names and well-known functions; any other answer is scored as one that cannot be read.
+"""
+
+import ast
 import functools
 import os
 import pickle
@@ -7,7 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -25,6 +30,17 @@ _HASHED = frozenset(
 )
 # They make a list as long as the data set, or refuse a longer one.
 _NUM_LISTED = {"acre": 2000, "gsm_symbolic": 20_000, "list_functions": 20_000, "word_ladder": 20_000}
+# Their verifiers evaluate answers: as Python's literals, or as formulas of SymPy.
+_LITERALS = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
+_FORMULAS = frozenset(
+    {
+        *("countdown", "puzzle24"),
+        *("intermediate_integration", "polynomial_multiplication", "simple_integration"),
+    }
+)
+_FUNCTIONS = frozenset("sin cos tan asin acos atan sinh cosh tanh exp log ln sqrt Abs abs Rational".split())
+_MAX_FORMULA = 1000  # characters; SymPy takes seconds for longer ones
+_MAX_DEGREE = 100
 _SERVE = "from rl.envs.reasoning import serve_entries; serve_entries()"
 
 
@@ -52,6 +68,13 @@ class ReasoningGym:
         options = [f.name for f in fields(_tasks()[self.task][1])]
         for name in self.params:
             check_known(f"an option of {self.task} in ReasoningGym.params", name, options)
+            if name in ("seed", "size"):
+                raise ValueError(f"ReasoningGym.params has {name!r}, which every run sets itself; leave it out")
+        try:
+            _config(self.task, self.params).validate()
+        except Exception as error:  # mostly an AssertionError
+            words = f"{error}".partition("\n")[0] or type(error).__name__
+            raise ValueError(f"ReasoningGym.params is {dict(self.params)}; {self.task} refuses it: {words}") from error
 
     @property
     def name(self) -> str:
@@ -68,7 +91,7 @@ class ReasoningGym:
 
     def _problem(self, number: int) -> TextProblem:
         dataset = _dataset(self.task, Options(self.params))
-        if self.task in _HASHED and sys.flags.hash_randomization:
+        if not _HASHED.isdisjoint(_names(self.task, self.params)) and sys.flags.hash_randomization:
             entry = _entries().entry(self.task, dict(self.params), number)
         else:
             entry = dataset[number % dataset.size]
@@ -76,7 +99,10 @@ class ReasoningGym:
         prompt: Prompt = [{"role": "user", "content": text}] if self.chat else text
 
         def score(completion: str) -> float:
-            return float(dataset.score_answer(answer=completion.strip(), entry=entry))
+            answer = completion.strip()
+            if entry["metadata"].get("source_dataset", self.task) in _FORMULAS and not _is_formula(answer):
+                answer = "?"  # which is none to SymPy either
+            return float(dataset.score_answer(answer=answer, entry=entry))
 
         return TextProblem(
             id=f"{self.task}: {entry['question']}", prompt=prompt, score=score, answer=entry.get("answer")
@@ -93,14 +119,67 @@ def _tasks() -> Mapping[str, tuple[Any, Any]]:
             raise ValueError(
                 f"ReasoningGym needs {error.name}, which is not installed: {how_to_install('ownloop[reasoning]')}"
             ) from None
+    for task in _LITERALS:  # the name within their modules
+        vars(sys.modules[DATASETS[task][0].__module__])["eval"] = ast.literal_eval
     return DATASETS
+
+
+def _names(task: str, params: Mapping[str, Any]) -> list[str]:
+    """The task, and of a composite one its parts too."""
+    return [task, *(each["name"] for each in params.get("datasets") or () if task == "composite")]
+
+
+def _size(names: Iterable[str]) -> int:
+    # reasoning-gym computes entry i from (seed, i) when asked, so the largest possible data set costs nothing.
+    return min(_NUM_LISTED.get(name, 2**31 - 1) for name in names)
+
+
+def _config(task: str, params: Mapping[str, Any]) -> Any:
+    """The task's configuration. Raises what it raises for wrong parameters, and ValueError for an unknown part."""
+    parts = dict[str, Any]()
+    if task == "composite" and params.get("datasets"):
+        from reasoning_gym.composite import DatasetSpec
+
+        parts["datasets"] = list[DatasetSpec]()
+        for each in params["datasets"]:
+            check_known("a name in ReasoningGym.params['datasets']", each["name"], _tasks())
+            config = {"size": _size([each["name"]]), **each.get("config", {})}
+            parts["datasets"].append(DatasetSpec(each["name"], each.get("weight", 1.0), config))
+    return _tasks()[task][1](seed=0, size=_size(_names(task, params)), **{**params, **parts})
 
 
 @functools.lru_cache(maxsize=8)
 def _dataset(task: str, params: Options) -> Any:
-    dataset_class, config_class = _tasks()[task]
-    # reasoning-gym computes entry i from (seed, i) when asked, so the largest possible data set costs nothing.
-    return dataset_class(config_class(seed=0, size=_NUM_LISTED.get(task, 2**31 - 1), **params))
+    return _tasks()[task][0](_config(task, params))
+
+
+def _is_formula(text: str) -> bool:
+    """Whether SymPy may evaluate the text: it runs nothing else, and takes no more than seconds."""
+    try:
+        tree = ast.parse(text[: _MAX_FORMULA + 1], mode="eval")
+        return len(text) <= _MAX_FORMULA and _degree(tree) <= _MAX_DEGREE
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def _degree(node: ast.AST) -> float:
+    """The product of exponents in one another. Raises ValueError for what is not part of a formula."""
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return 1
+        case ast.Name(id=name) if "__" not in name:
+            return 1
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            return max(map(_degree, arguments), default=1)
+        case ast.BinOp(left=base, op=ast.Pow(), right=exponent) if _degree(exponent) == 1:
+            numbers = [each.value for each in ast.walk(exponent) if isinstance(each, ast.Constant)]
+            return _degree(base) * max((abs(float(str(number))) for number in numbers), default=1)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right=right):
+            return max(_degree(left), _degree(right))
+        case ast.UnaryOp(operand=inner) | ast.Expression(body=inner):
+            return _degree(inner)
+        case _:
+            raise ValueError(f"{type(node).__name__} is not part of a formula")
 
 
 class _Entries:

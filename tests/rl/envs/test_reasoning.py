@@ -1,7 +1,10 @@
+import inspect
 import os
+import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -76,11 +79,60 @@ def test_reward_is_the_tasks_own() -> None:
         ({"task": "spell_backwrd"}, "did you mean 'spell_backward'"),
         ({"task": "spell_backward", "params": {"max_word_length": 4}}, "did you mean 'max_word_len'"),
         ({"task": "spell_backward", "template": "Go."}, "must contain {question}"),
+        ({"task": "spell_backward", "params": {"size": 9}}, "has 'size', which every run sets itself"),
+        ({"task": "spell_backward", "params": {"seed": 9}}, "has 'seed', which every run sets itself"),
+        ({"task": "spell_backward", "params": {"min_word_len": 9, "max_word_len": 3}}, "spell_backward refuses it: "),
+        ({"task": "composite"}, "composite refuses it: Must specify at least one dataset"),
+        ({"task": "composite", "params": {"datasets": [{"name": "spell_bckward"}]}}, "did you mean 'spell_backward'"),
+        ({"task": "composite", "params": {"datasets": ["spell_backward"]}}, "composite refuses it: "),
     ],
 )
+@pytest.mark.stranger("2.D10")
 def test_mistakes_are_named(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ReasoningGym(**arguments)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.stranger("2.D10")
+def test_a_composite_task_has_all_its_parts() -> None:
+    parts = [{"name": "list_functions"}, {"name": "countdown", "weight": 2.0, "config": {"max_value": 9}}]
+    problems = ReasoningGym(task="composite", params={"datasets": parts}).train_problems(0, 0, 60)
+    counted = [problem for problem in problems if "countdown" not in problem.id and "target" in problem.id]
+    assert 20 < len(counted) < 60
+    assert all(problem.reply(problem.answer or "").reward == 1 for problem in problems[:10])
+
+
+OWNS = "__import__('pathlib').Path('owned').touch()"
+HOSTILE = (
+    OWNS,
+    f'"{OWNS}"',
+    f"[{OWNS}]",
+    f"[str({OWNS})]",
+    f"1 + len([{OWNS}])",
+    "9**9**9**9",
+    "((9**99)**99)**99",
+    "(" * 9000,
+)
+
+
+@pytest.mark.stranger("2.A1")
+@pytest.mark.parametrize("task", sorted({*reasoning._LITERALS, *reasoning._FORMULAS}))  # pyright: ignore[reportPrivateUsage]
+def test_an_answer_is_not_executed(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for problem in ReasoningGym(task=task).train_problems(0, 0, 2):
+        assert problem.reply(problem.answer or "").reward == 1
+        assert all(problem.reply(answer).reward < 0.5 for answer in HOSTILE)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.stranger("2.A1")
+def test_every_verifier_that_evaluates_is_known() -> None:
+    found = {
+        name
+        for name, (made, _) in reasoning._tasks().items()  # pyright: ignore[reportPrivateUsage]
+        if re.search(r"eval\(answer|parse_expr\(answer|eval\(.*answer\b(?!\"\])", inspect.getsource(made))
+    }
+    assert found == {*reasoning._LITERALS, *reasoning._FORMULAS}  # pyright: ignore[reportPrivateUsage]
 
 
 def test_too_few_distinct_problems_are_refused() -> None:
