@@ -167,7 +167,8 @@ def prompt_fault(value: Any) -> str:
     for message in cast("list[Any]", value):
         fields = cast("dict[str, Any]", message) if isinstance(message, dict) else {}
         content = fields.get("content")
-        if not isinstance(fields.get("role"), str) or not (isinstance(content, str) or are_parts(content)):
+        silent = content is None and fields.get("role") == "assistant"  # which may only call tools
+        if not isinstance(fields.get("role"), str) or not (silent or isinstance(content, str) or are_parts(content)):
             return f"holds {message!r:.80}; each message needs 'role' and 'content', both text, or parts with images"
     return ""
 
@@ -175,7 +176,12 @@ def prompt_fault(value: Any) -> str:
 def are_parts(content: Any) -> bool:
     """Whether the content of a message is a list of texts and images."""
     parts = cast("list[Any]", content) if isinstance(content, list) else []
-    texts = [part for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    names = "text", "refusal", "thinking"
+    texts = [
+        part
+        for part in parts
+        if isinstance(part, str) or (isinstance(part, dict) and any(isinstance(part.get(name), str) for name in names))
+    ]
     images = [part for part in parts if isinstance(part, dict) and part.get("type") == "image" and "image" in part]
     return bool(parts) and len(texts) + len(images) == len(parts)
 

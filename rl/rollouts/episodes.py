@@ -10,7 +10,7 @@ import inspect
 import math
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from rl.checks import MAX_FLOAT32, frames_below
 from rl.images import images_of, join_tokens
 from rl.protocols import Done, Episode, Generator, Observation, Problem, Prompt
+from rl.rollouts.chats import text_of
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, EnvironmentFailedError, call_environment
 from rl.rollouts.rendering import ChatTemplateError, Renderer, prompt_text
 from rl.sampling import Ids, KeptSets
@@ -140,7 +141,7 @@ class _Player:
     async def _play(self, problem: Problem, sample: int, first: Turn) -> Rollout:
         turns, prompt, environment_s = [first], problem.prompt, 0.0
         sequence = join_tokens(first.prompt_tokens, first.completion.tokens)
-        chat = not isinstance(problem.prompt, str)
+        earlier = None if isinstance(prompt, str) else [*prompt]
         episode: Episode = await call_environment(problem.start, time_limit_s=self.time_limit_s)
         while True:
             start = time.perf_counter()
@@ -151,7 +152,7 @@ class _Player:
             if isinstance(reply, Done):
                 metrics = {name: float(value) for name, value in reply.metrics.items()}
                 return self._rollout(turns, reward, environment_s, metrics=metrics)
-            tokens = self._encode_reply(reply, turns[-1].completion, chat=chat)
+            tokens = self._encode_reply(reply, turns[-1].completion, earlier)
             sequence = join_tokens(sequence, tokens)
             room = self.room(len(sequence))
             if room < 1:  # `reward` is the observation's: what the episode is worth if it ends here
@@ -160,6 +161,8 @@ class _Player:
                 self.sampling, max_tokens=min(self.sampling.max_tokens, room), seed=self._seed(sample, len(turns))
             )
             prompt = reply.messages
+            if earlier is not None and not isinstance(prompt, str):
+                earlier += [{"role": "assistant"}, *prompt]
             (completion,) = await self.generator.generate(sequence, sampling, 1)
             turns.append(Turn(prompt_tokens=tokens, completion=completion, prompt=prompt_text(prompt)))
             sequence = join_tokens(sequence, completion.tokens)
@@ -167,20 +170,23 @@ class _Player:
     def _answer(self, prompt: Prompt, turn: Turn) -> Answer:
         """What the model said. It begins inside reasoning if its prompt ends there."""
         last = {} if isinstance(prompt, str) else prompt[-1]
-        begun = last.get("content", "") if last.get("role") == "assistant" else ""
+        begun = text_of(last.get("content")) if last.get("role") == "assistant" else ""
         opening = open_reasoning(begun) or self.renderer.opening(turn.prompt_tokens)
         return Answer.read(turn.completion.text, opening=opening, is_cut_off=turn.completion.truncated)
 
     def _rollout(self, turns: Sequence[Turn], reward: float, environment_s: float, **more: Any) -> Rollout:
         return Rollout(turns=tuple(turns), reward=reward, environment_s=environment_s, sampling=self.sampling, **more)
 
-    def _encode_reply(self, reply: Observation, answer: Completion, *, chat: bool) -> tuple[int, ...]:
+    def _encode_reply(
+        self, reply: Observation, answer: Completion, earlier: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[int, ...]:
         """The tokens of an observation. Raises `EnvironmentFailedError` if it cannot be rendered."""
+        chat = earlier is not None
         if chat == isinstance(reply.messages, str):
             forms = ("text", "messages")
             raise EnvironmentFailedError(f"its prompt is {forms[chat]} and its observation {forms[not chat]}")
         try:
-            return self.renderer.encode_reply(reply.messages, answer.tokens)
+            return self.renderer.encode_reply(reply.messages, answer.tokens, *([earlier] if earlier else ()))
         except ChatTemplateError:  # of the model: no episode of several turns can be played
             raise
         except Exception as error:  # not a message, or one that the chat template refuses

@@ -8,6 +8,7 @@ whose answer is a mark. The contents of messages are text: a control token that 
 is encoded as the characters that it is written with.
 """
 
+import contextlib
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any, Protocol, cast
 from rl.checks import prompt_fault, surrogate_fault
 from rl.images import PlacedImage, TokensWithImages, images_of
 from rl.protocols import Problem, Prompt
+from rl.rollouts.chats import as_shown, text_of
 from rl.rollouts.tokenizer import TextEncoder, load_tokenizer
 from rl.system.hf_config import end_token_ids, read_config, vision_of
 from rl.types import REASONING, Group, Turn
@@ -115,8 +117,12 @@ class Renderer:
         end = str(self._tokenizer.decode([*tokens[-_LONGEST_OPENING:]], skip_special_tokens=False)).rstrip()
         return next((opening for opening in REASONING if end.endswith(opening)), "")
 
-    def encode_reply(self, reply: Prompt, answer_tokens: Sequence[int]) -> tuple[int, ...]:
+    def encode_reply(
+        self, reply: Prompt, answer_tokens: Sequence[int], earlier: Sequence[Message] = (_QUESTION,)
+    ) -> tuple[int, ...]:
         """The tokens between the model's answer, which ends in `answer_tokens`, and its next answer.
+
+        `earlier` are the messages in front of the answer. Their roles count, and not what they say.
 
         Messages are put through the chat template, which first closes the model's turn; the closing is left out if the
         model has closed its turn itself, with any token at which the generator stops. Text is encoded as it is, except
@@ -127,10 +133,11 @@ class Renderer:
             tokens = self._text.continuation(reply)
             return tokens[tokens[:1] == (*answer_tokens[-1:],) and tokens[0] in self._stops :]
         messages, images = _without_images(_messages(reply))
-        mark = _MARK
-        while _as_json(mark)[1:-1] in _as_json(messages):
-            mark += "'"
-        rendered = self._render([_QUESTION, {"role": "assistant", "content": mark}, *messages])
+        mark = _mark_beside(messages)
+        before = [{**_role(each), "content": _QUESTION["content"]} for each in earlier]
+        if before and before[-1]["role"] == "assistant":  # the answer continued it
+            del before[-1]
+        rendered = self._render([*before, {"role": "assistant", "content": mark}, *messages])
         tokens = self._text.rendered(self._behind(mark, rendered.text), rendered.hidden, continues=True)
         return self._place(tokens[self._num_closing(tokens, answer_tokens) :], images)
 
@@ -271,23 +278,24 @@ class Renderer:
         """The chat as the template shows it. `opened` is for an answer of the model to follow."""
         if not self.has_chat_template:
             raise ValueError("the prompt is a chat, but the model has no chat template; give the prompt as one string")
+        if opened and chat and chat[-1]["role"] == "assistant":
+            return self._prefilled(chat, tools)
         hidden: dict[str, str] = {}
         used = _as_json([chat, tools])
         if fault := surrogate_fault(used) if chat else "has no message":
             raise ValueError(f"a chat {fault}")
+        chat = as_shown(chat, self._tokenizer.get_chat_template(tools=[*tools] or None))
         trusted = [message["role"] in _TRUSTED_ROLES for message in chat]
         messages = [
-            dict(message) if trust else self._text.hide(message, hidden, used)
+            message if trust else self._text.hide(message, hidden, used)
             for message, trust in zip(chat, trusted, strict=True)
         ]
         more = {"tools": self._text.hide([*tools], hidden, used)} if tools else {}
-        prefilled = opened and chat[-1]["role"] == "assistant"  # the model continues this message
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
-                add_generation_prompt=opened and not prefilled,
-                continue_final_message=prefilled,
+                add_generation_prompt=opened,
                 strftime_now=self._date.strftime,
                 **more,
             )
@@ -295,19 +303,43 @@ class Renderer:
             raise ValueError(f"the chat template of {self._model} refuses this chat: {error}") from error
         return _Rendered(text, hidden)
 
+    def _prefilled(self, chat: Sequence[Message], tools: Sequence[Message]) -> _Rendered:
+        """The chat up to the end of its last message, which the model continues: exactly as it is written."""
+        *earlier, last = chat
+        mark, said = _mark_beside(chat), text_of(last.get("content"))
+        whole = self._render([*earlier, {**last, "content": mark}], tools, opened=False)
+        before = whole.text[: len(whole.text) - len(self._behind(mark, whole.text)) - len(mark)]
+        header = ""
+        with contextlib.suppress(ValueError):  # such as for no message
+            header = self._render(earlier, tools).text
+        lead = before[len(header) :] if before.startswith(header) else ""
+        return replace(whole, text=before[: len(before) - len(lead)] + _led(lead, said))
+
     def _encode(self, rendered: _Rendered) -> tuple[int, ...]:
         return self._text.rendered(rendered.text, rendered.hidden)
 
 
 def _messages(chat: Prompt) -> list[Message]:
     """The messages of a chat. Raises ValueError for what is none, and for parts that are neither text nor image."""
+    given: Any = chat
     messages = (
-        [dict(each) if isinstance(each, Mapping) else each for each in chat] if isinstance(chat, Iterable) else []
+        [dict(each) if isinstance(each, Mapping) else each for each in given] if isinstance(given, Iterable) else given
     )
-    checked = [each for each in messages if not (isinstance(each, dict) and each.get("tool_calls"))]  # need no content
-    if (checked or not isinstance(chat, Iterable)) and (fault := prompt_fault(checked or chat)):
+    if messages != [] and (fault := prompt_fault(messages)):
         raise ValueError(f"a chat {fault}")
     return cast("list[Message]", messages)
+
+
+def _mark_beside(chat: Sequence[Message]) -> str:
+    """A mark that does not occur in a chat."""
+    mark = _MARK
+    while _as_json(mark)[1:-1] in _as_json(chat):
+        mark += "'"
+    return mark
+
+
+def _role(message: Message) -> dict[str, Any]:
+    return {name: message[name] for name in ("role", "tool_call_id", "name") if name in message}
 
 
 def _without_images(chat: Sequence[Message]) -> tuple[list[Message], list[Any]]:
@@ -317,16 +349,19 @@ def _without_images(chat: Sequence[Message]) -> tuple[list[Message], list[Any]]:
         return [*chat], images
 
     def bare(message: Message) -> Message:
-        parts = [{name: value for name, value in part.items() if name != "image"} for part in _parts(message)]
-        return {**message, "content": parts} if parts else message
+        return {**message, "content": [_bare(part) for part in message["content"]]} if _parts(message) else message
 
     return [bare(message) for message in chat], images
+
+
+def _bare(part: Any) -> Any:
+    return {name: value for name, value in part.items() if name != "image"} if isinstance(part, Mapping) else part
 
 
 def _parts(message: Message) -> Sequence[Mapping[str, Any]]:
     """The parts of a message whose content is not plain text."""
     content = message.get("content")
-    return content if isinstance(content, list | tuple) else ()
+    return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list | tuple) else ()
 
 
 def _as_json(value: object) -> str:
@@ -344,4 +379,10 @@ def prompt_text(prompt: Prompt) -> str:
     """The prompt as plain text for a reader: of a chat, the contents of its messages."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join("".join(p.get("text", "[image]") for p in _parts(m)) or m["content"] for m in prompt)
+    return "\n".join(_shown_text(message.get("content")) for message in prompt)
+
+
+def _shown_text(content: Any) -> str:
+    if not isinstance(content, list | tuple):
+        return content or ""
+    return "".join("[image]" if isinstance(p, Mapping) and p.get("type") == "image" else text_of([p]) for p in content)

@@ -29,9 +29,9 @@ class WordRenderer:
         del tokens
         return ""
 
-    def encode_reply(self, reply: object, answer_tokens: Sequence[int]) -> tuple[int, ...]:
+    def encode_reply(self, reply: object, answer_tokens: Sequence[int], earlier: object = ()) -> tuple[int, ...]:
         """One token per word."""
-        del answer_tokens
+        del answer_tokens, earlier
         return self.encode(reply)
 
 

@@ -277,5 +277,5 @@ def test_rows_of_a_file_are_told_apart_by_their_images(model: Path, tmp_path: Pa
 
 def test_prompts_with_images_pass_the_check_of_prompts() -> None:
     assert prompt_fault(parts("what", (32, 32))) == ""
-    for content in ([], [{"type": "image"}], [{"type": "text", "text": 3}], ["what"]):
+    for content in ([], [{"type": "image"}], [{"type": "text", "text": 3}], [5]):
         assert "or parts with images" in prompt_fault([{"role": "user", "content": content}])

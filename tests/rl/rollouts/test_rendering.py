@@ -154,7 +154,7 @@ def test_a_template_unfit_for_turns_ends_the_step(tmp_path: Path) -> None:
         ({"role": "user", "content": "hi"}, "a chat holds 'role'; each message"),
         ([{"content": "hi"}], "a chat holds .*; each message needs 'role'"),
         ([{"role": "user", "content": None}], "each message needs 'role' and 'content', both text"),
-        ([{"role": "user", "content": ["hi"]}], "each message needs 'role' and 'content', both text, or parts with im"),
+        ([{"role": "user", "content": [5]}], "each message needs 'role' and 'content', both text, or parts with im"),
         ([{"role": "user", "content": [{"type": "image"}]}], "or parts with images"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "or parts with images"),
         ([{"role": "user", "content": [{"type": "video", "video": "x"}]}], "or parts with images"),
