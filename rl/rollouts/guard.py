@@ -1,8 +1,9 @@
 """Calls an environment off the event loop, with a time limit; every failure becomes one exception with one sentence.
 
 A thread cannot be stopped. One that exceeds its limit is abandoned: it keeps its core busy if it computes, but does not
-keep the process from exiting. Code that holds the interpreter's lock for long, such as a regular expression with
-endless backtracking, stops everything and knows no limit; it belongs in a process of its own (`ownloop_sandbox`).
+keep the process from exiting. While `MAX_ABANDONED` of them run, further calls fail at once. Code that holds the
+interpreter's lock for long, such as a regular expression with endless backtracking, stops everything and knows no
+limit; it belongs in a process of its own (`ownloop_sandbox`).
 """
 
 import asyncio
@@ -21,6 +22,9 @@ DEFAULT_TIME_LIMIT_S = 60.0
 """Limit of one call of an environment that does not set its own, `call_time_limit_s`."""
 MAX_THREADS = 32
 """Calls that run at the same time. Further calls wait, and waiting does not count towards their time limit."""
+
+MAX_ABANDONED = 32
+"""Calls that exceeded their limits and have not returned yet. With so many, no further call is started."""
 
 _METHODS = {"train_problems": "(seed, start, count)", "eval_problems": "(count)"}
 T = TypeVar("T")
@@ -124,6 +128,8 @@ async def call_environment(function: Callable[..., T | Awaitable[T]], *arguments
 
     Raises `EnvironmentFailedError` for every failure of the function.
     """
+    if (running := _num_abandoned()) >= MAX_ABANDONED:
+        raise EnvironmentFailedError(f"{running} earlier calls have never returned: no further one is started")
     turns = _semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
     limit = _Limit(time_limit_s, _limits.get())
     try:
@@ -137,7 +143,9 @@ async def call_environment(function: Callable[..., T | Awaitable[T]], *arguments
                 _limits.reset(reset)
     except Exception as error:
         if isinstance(error, TimeoutError) and limit.timeout.expired():  # the function may raise one of its own
-            raise EnvironmentFailedError(f"it did not answer within {time_limit_s:g} s") from None
+            running = _num_abandoned()
+            still = f": its thread still runs, one of {running}; at most {MAX_ABANDONED} may" if running else ""
+            raise EnvironmentFailedError(f"it did not answer within {time_limit_s:g} s{still}") from None
         raise EnvironmentFailedError(f"{type(error).__name__}: {words_of(error)}") from error
 
 
@@ -209,5 +217,16 @@ def _in_thread(
             loop.call_soon_threadsafe(settle, result, failure)
 
     # A daemon thread of its own, because a thread pool would wait for abandoned calls when the process exits.
-    threading.Thread(target=work, name="environment", daemon=True).start()
+    thread = threading.Thread(target=work, name="environment", daemon=True)
+    answer.add_done_callback(lambda done: _abandoned.add(thread) if done.cancelled() else None)
+    thread.start()
     return answer
+
+
+_abandoned: set[threading.Thread] = set()
+
+
+def _num_abandoned() -> int:
+    """How many calls run that nobody waits for any more."""
+    _abandoned.difference_update([thread for thread in _abandoned.copy() if not thread.is_alive()])
+    return len(_abandoned)

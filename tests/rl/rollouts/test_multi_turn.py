@@ -15,11 +15,11 @@ from rl.advantages import ADVANTAGES
 from rl.data.packing import pack_row
 from rl.protocols import Done, Observation, Reply
 from rl.rollouts.episodes import group_to_data, rollout_group, rollout_to_datum
-from rl.rollouts.guard import MAX_THREADS, EnvironmentFailedError, call_environment, waiting
+from rl.rollouts.guard import MAX_ABANDONED, MAX_THREADS, EnvironmentFailedError, call_environment, waiting
 from rl.rollouts.rendering import Renderer
 from rl.types import Group, SamplingParams
 from tests.rl.fakes import ScriptedGenerator, WordRenderer
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, wait_until
 
 
 class Scripted:
@@ -285,6 +285,31 @@ def test_work_after_waiting_counts() -> None:
         asyncio.run(call_environment(hangs, time_limit_s=0.1))
 
 
+@pytest.mark.stranger("2.B7")
+def test_calls_that_never_return_are_bounded() -> None:
+    release, returned = threading.Event(), list[int]()
+    before = threading.active_count()
+
+    def hangs(number: int) -> None:
+        release.wait(LIMIT_S)
+        returned.append(number)
+
+    async def several(count: int, limit_s: float) -> list[str]:
+        calls = (call_environment(hangs, number, time_limit_s=limit_s) for number in range(count))
+        return [str(error) for error in await asyncio.gather(*calls, return_exceptions=True)]
+
+    try:
+        told = asyncio.run(several(MAX_ABANDONED, 0.2))
+        assert all(each.startswith("it did not answer within 0.2 s: ") for each in told)
+        refused = asyncio.run(several(3 * MAX_ABANDONED, LIMIT_S))
+        assert all(each.endswith(" earlier calls have never returned: no further one is started") for each in refused)
+        assert threading.active_count() <= before + MAX_ABANDONED
+    finally:
+        release.set()
+    wait_until(lambda: len(returned) == MAX_ABANDONED and threading.active_count() <= before, "their threads")
+    assert asyncio.run(several(1, LIMIT_S)) == ["None"]  # what has returned makes room
+
+
 def test_the_loop_stays_free_while_an_environment_blocks() -> None:
     async def released_by_the_loop() -> bool:
         release = threading.Event()
@@ -317,4 +342,4 @@ async def main():
 asyncio.run(main())
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
-    assert result.stdout == "it did not answer within 0.1 s\n"
+    assert result.stdout == "it did not answer within 0.1 s: its thread still runs, one of 1; at most 32 may\n"
