@@ -321,10 +321,10 @@ class AdamParams:
 class MuonParams(AdamParams):
     """All hyper-parameters of one Muon step: matrices of hidden layers are updated by orthogonal matrices.
 
-    All other parameters (embeddings, the head, vectors) take an AdamW step with the fields of `AdamParams`. The mean of
-    a matrix's gradient is that of AdamW, with `beta1`, so a run may change between the two. An update has the size of
-    AdamW's (0.2 sqrt(larger side)), so learning rates carry over: https://arxiv.org/abs/2502.16982. Muon:
-    https://kellerjordan.github.io/posts/muon.
+    All other parameters (embeddings, the head, vectors) take an AdamW step with the fields of `AdamParams`. A run may
+    change between the two: Muon goes on with AdamW's mean of the gradient, and AdamW starts anew after a step of Muon,
+    which has no second moment. An update has the size of AdamW's (0.2 sqrt(larger side)), so learning rates carry over:
+    https://arxiv.org/abs/2502.16982. Muon: https://kellerjordan.github.io/posts/muon.
     """
 
     beta1: float = 0.95

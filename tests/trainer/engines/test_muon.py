@@ -1,5 +1,6 @@
 """Muon's step: against NumPy and torch's own, in every layout, with AdamW for the rest, resumed, and refused."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from rl.lora import LoRAConfig
 from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_llama
 from rl.types import AdamParams, MuonParams
@@ -90,12 +92,17 @@ def test_moments_elsewhere_and_in_bfloat16_take_the_same_steps() -> None:
     assert 0 < float((found[0] - found[2]).norm() / found[0].norm()) < 0.02
 
 
-def test_hidden_matrices_are_not_embeddings_heads_or_vectors() -> None:
+@pytest.mark.stranger("2.C13")
+def test_hidden_matrices_are_not_embeddings_heads_biases_or_vectors() -> None:
     matrix, vector, stack = torch.zeros(4, 4), torch.zeros(4), torch.zeros(2, 4, 4)
     assert is_hidden_matrix("model.layers.0.self_attn.q_proj.weight", matrix)
     assert is_hidden_matrix("model.layers.0.mlp.experts.gate_proj", stack)
-    for name in ("model.embed_tokens.weight", "lm_head.weight", "score.weight"):
+    names = ["model.embed_tokens.weight", "lm_head.weight", "score.weight", "visual.pos_embed.weight", "wpe.weight"]
+    names += ["layers.0.mlp.experts.gate_up_proj_bias", "layers.0.mlp.experts.down_proj.bias", "attn.q_norm.weight"]
+    names += ["vision_model.embeddings.position_embedding.weight", "model.embed_tokens_per_layer.weight"]
+    for name in names:
         assert not is_hidden_matrix(name, matrix)
+    assert not is_hidden_matrix("model.layers.0.mlp.shared_expert_gate.weight", torch.zeros(1, 4))
     assert not is_hidden_matrix("model.norm.weight", vector)
     assert not is_hidden_matrix("model.layers.0.conv1d.weight", stack)
 
@@ -163,6 +170,76 @@ def test_a_run_changes_between_optimizers_and_resumes_exactly(tmp_path: Path) ->
             _step(each, config, params)
     expected = whole(engine)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in whole(again).items())
+
+
+KINDS = {"adamw": AdamParams(learning_rate=1e-3), "muon": MuonParams(learning_rate=1e-3)}
+
+
+def _largest_move(engine: Engine, config: TrainerConfig, params: AdamParams) -> float:
+    """Of an element, in learning rates. A singular value of Muon's update is at most 1.3 x 0.2 sqrt(larger side)."""
+    before = {name: tensor.detach().clone() for name, tensor in engine.hf_parameters()}
+    _step(engine, config, params)
+    moves = {name: float((tensor.detach() - before[name]).abs().max()) for name, tensor in engine.hf_parameters()}
+    sides = {
+        name: max(tensor.shape) ** 0.5 * 0.26 if params is KINDS["muon"] else 1.0 for name, tensor in before.items()
+    }
+    return max(move / max(sides[name], 1.0) for name, move in moves.items()) / params.learning_rate
+
+
+@pytest.mark.stranger("2.C1")
+@pytest.mark.parametrize(("first", "second"), [*itertools.product(KINDS, KINDS)])
+def test_no_element_leaps_after_a_change_of_optimizer_engine_dtype_or_place(
+    first: str, second: str, tmp_path: Path
+) -> None:
+    model = tiny_llama(tmp_path / "model")
+    for adapter, dtype in itertools.product((False, True), ("float32", "bfloat16")):
+        saved, lora = tmp_path / f"{adapter}-{dtype}", LoRAConfig(rank=4) if adapter else None
+        config = _config(model, moments_dtype=dtype, lora=lora)
+        engine = _policy(config)
+        for _ in range(6):
+            _step(engine, config, KINDS[first])
+        engine.save_checkpoint(saved)
+        again = _policy(config)
+        again.load_checkpoint(saved)
+        again.to("cpu", optimizer=True)
+        assert _largest_move(again, config, KINDS[second]) == _largest_move(engine, config, KINDS[second]) < 2
+        if second == "adamw" and not adapter:
+            for name, other_dtype in itertools.product(("fsdp1", "fsdp2"), ("float32", "bfloat16")):
+                config = _config(model, moments_dtype=other_dtype, engine=name)
+                engine = load_engine(config)
+                engine.load_checkpoint(saved)
+                assert _largest_move(engine, config, KINDS[second]) < 2, name
+
+
+def _policy(config: TrainerConfig) -> Engine:
+    engine = load_engine(config)
+    return engine if config.lora is None else engine.adapter("a", config.lora)
+
+
+@pytest.mark.stranger("2.C1")
+def test_adamw_starts_anew_after_muon_and_muon_goes_on_after_adamw() -> None:
+    gradients = torch.randn(4, 8, 12, generator=torch.Generator().manual_seed(2))
+    for older in (False, True):
+        weight, fresh = nn.Parameter(torch.zeros(8, 12)), nn.Parameter(torch.zeros(8, 12))
+        optimizer, reference = Optimizer({"w": weight}), torch.optim.AdamW([fresh], lr=1e-3, betas=(0.9, 0.95))
+        for gradient, kind in zip(gradients, ("adamw", "muon", "adamw", "adamw"), strict=True):
+            if kind == "adamw" and older and optimizer.state()["w"]["step"] < 0:
+                optimizer.state()["w"]["step"].neg_()  # as an earlier version saved it
+                optimizer.state()["w"]["exp_avg_sq"].zero_()
+                optimizer.loaded()
+            weight.grad, fresh.grad = gradient.clone(), gradient.clone()
+            before = weight.detach().clone()
+            optimizer.step(KINDS[kind], 1.0)
+            if kind == "muon":
+                mean = 0.95 * 0.1 * gradients[0] + 0.05 * gradients[1]
+                torch.testing.assert_close(optimizer.state()["w"]["exp_avg"], mean)
+                reference.state.clear()
+                fresh.data.copy_(weight)
+            else:
+                reference.param_groups[0]["weight_decay"] = 0.0
+                reference.step()
+                torch.testing.assert_close(weight, fresh, rtol=0, atol=1e-8)
+            assert not torch.equal(weight, before)
 
 
 def test_engines_without_whole_matrices_refuse_it(tmp_path: Path) -> None:

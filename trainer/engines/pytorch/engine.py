@@ -186,7 +186,7 @@ class TorchEngine(Engine):
             self._restore_state(state)
             if weights_only:
                 self._optimizer.reset()
-            self._optimizer.forget_unused()
+            self._optimizer.loaded()
             self._refresh_compute_copies()
         if "rng" in state:
             torch.set_rng_state(state["rng"][str(own_rank())])

@@ -24,12 +24,13 @@ PIECE_BYTES = 256 << 20
 """Moments in float32 that are updated at a time while they are kept elsewhere, or in another dtype."""
 
 States = dict[torch.nn.Parameter, dict[str, torch.Tensor]]
-"""Moments and step count of each parameter."""
+"""Moments and step count of each parameter. Below 0, `step` counts Muon's steps, whose state has no second moment."""
 
 _IS_MUON = "is_muon"
 """Key of a parameter group whose matrices take Muon's step."""
-_OUTER = ("embed_tokens", "lm_head", "score")
-"""Modules whose matrices are no hidden layer's: one of their sides is the vocabulary, or a single value."""
+_NO_HIDDEN_MATRIX = ("embed", "wte", "wpe", "lm_head", "score", "norm", "bias", "scale")
+"""Words in names of parameters that are no hidden layer's matrix, whatever their shape: a table has a row for each word
+or position, a head one for each word, and the biases, norms and scales of several experts or heads are stacked."""
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of x, x^3 and x^5 for the singular values, from the page cited above."""
 _SMALLEST_NORM = 1e-7
@@ -53,6 +54,8 @@ class Optimizer:
         self._replicas = replicas
         self._parameters = parameters
         self._host = HostMemory()
+        self._of_muon = set[torch.nn.Parameter]()
+        """Those whose last step was Muon's: `States` without a look at the device."""
         self._adamw = torch.optim.AdamW(parameters.values(), lr=0.0, fused=True)
 
     def check(self, params: AdamParams, device: torch.device) -> None:
@@ -107,16 +110,25 @@ class Optimizer:
     def _update(self, groups: Sequence[dict[str, Any]], params: AdamParams) -> None:
         """One step of these groups' parameters, with the moments where they are."""
         self._adamw.param_groups = [group for group in groups if not group[_IS_MUON]]
+        for parameter in self._of_muon.intersection(
+            each for group in self._adamw.param_groups for each in group["params"]
+        ):
+            for value in self._adamw.state[parameter].values():  # AdamW divides by a moment that Muon does not have
+                value.zero_()
+            self._of_muon.remove(parameter)
         self._adamw.step()
         if not isinstance(params, MuonParams):
             return
         for matrix, rate in ((each, group["lr"]) for group in groups if group[_IS_MUON] for each in group["params"]):
+            if matrix.grad is None:
+                continue
             state = self._adamw.state[matrix]
             if not state:  # as AdamW makes one; the second moment is for a later step of AdamW
                 state["step"] = torch.zeros((), device=matrix.device)
                 state |= {name: torch.zeros_like(matrix, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-            state["step"] += 1
-            _muon_update(matrix, state["exp_avg"], params, rate)
+            state["step"].clamp_(max=0).sub_(1)
+            self._of_muon.add(matrix)
+            _muon_update(matrix, matrix.grad, state["exp_avg"], params, rate)
 
     def _step_in_pieces(
         self, pieces: Sequence[dict[str, Any]], params: AdamParams, device: torch.device | None
@@ -181,6 +193,17 @@ class Optimizer:
         for state in self._adamw.state.values():
             state.update({name: move(value) for name, value in state.items()})
 
+    def loaded(self) -> None:
+        """Must be called after the tensors of `state` were filled.
+
+        Checkpoints of earlier versions count Muon's steps above 0; their second moment is 0 and their first is not.
+        """
+        for state in self._adamw.state.values():
+            if state["step"] > 0 and not _local(state["exp_avg_sq"]).any() and _local(state["exp_avg"]).any():
+                state["step"].neg_()
+        self._of_muon = {parameter for parameter, state in self._adamw.state.items() if state["step"] < 0}
+        self.forget_unused()
+
     def forget_unused(self) -> None:
         """Frees the zeros that `state` allocated, if no step has been taken."""
         if not any(bool(state["step"]) for state in self._adamw.state.values()):
@@ -189,6 +212,7 @@ class Optimizer:
     def reset(self) -> None:
         """Drops all moments and step counts."""
         self._adamw.state.clear()
+        self._of_muon.clear()
 
     def _state_of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         if not self._adamw.state[parameter]:
@@ -273,15 +297,16 @@ def _square_sum(grads: Iterable[torch.Tensor], plain_replicas: int) -> float:
 def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
     """Whether Muon updates the parameter of this Hugging Face name: a matrix, or a stack of experts' matrices."""
     of_experts = parameter.ndim == 3 and "expert" in name
-    return (parameter.ndim == 2 or of_experts) and not any(part in _OUTER for part in name.split("."))
+    is_matrix = (parameter.ndim == 2 or of_experts) and min(parameter.shape[-2:]) > 1
+    return is_matrix and not any(word in name for word in _NO_HIDDEN_MATRIX)
 
 
 @torch.no_grad()
-def _muon_update(matrix: torch.Tensor, mean: torch.Tensor, params: MuonParams, learning_rate: float) -> None:
-    """Updates `matrix` [..., m, n] and `mean`, its gradient's running mean, in place, if it has a gradient."""
-    if matrix.grad is None:
-        return
-    local, gradient, average = (_local(each) for each in (matrix, matrix.grad, mean))
+def _muon_update(
+    matrix: torch.Tensor, grad: torch.Tensor, mean: torch.Tensor, params: MuonParams, learning_rate: float
+) -> None:
+    """Updates `matrix` [..., m, n] and `mean`, its gradient's running mean, in place."""
+    local, gradient, average = (_local(each) for each in (matrix, grad, mean))
     average.lerp_(gradient, 1 - params.beta1)
     direction = gradient.lerp(average, params.beta1) if params.nesterov else average
     size = 0.2 * math.sqrt(max(matrix.shape[-2:]))
