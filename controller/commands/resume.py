@@ -20,6 +20,7 @@ from typing import Any, cast, get_type_hints
 from controller.commands.recipes import load_recipe, override
 from controller.commands.saved_recipe import RECIPE_FILE, saved_recipe
 from controller.handles.offline import OfflineGeneratorConfig
+from controller.runs.checkpoints import check_position
 from controller.runs.folder import (
     CONFIG_FILE,
     LOOP_FILE,
@@ -192,6 +193,7 @@ def forked_folder(path: Path, config: Any, parent: Path, checkpoint: Path, optio
         raise ValueError(
             f"num_steps is {num_steps}, and the checkpoint is of step {loop['step']}; --num-steps must be more"
         )
+    check_position(loop, read_json(parent / CONFIG_FILE), to_json(config))
     recipe = saved_recipe(parent)
     added = {**recipe, "options": [*recipe["options"], *([options] if options else [])], "inputs": inputs_of(config)}
     folder = RunFolder(path, config, began=began_at(parent))
@@ -263,17 +265,13 @@ def recording_file(run: Path) -> Path:
 def replayed(config: Any, file: Path) -> Any:
     """The configuration with the environment and the generator replaced by a recording.
 
-    Raises ValueError for a loop that samples no rollouts or several batches a step, for more steps than were recorded,
-    for a file that is not a recording, and for a recording of another tokenizer.
+    Raises ValueError for a loop that samples no rollouts, for more steps than were recorded, for a file that is not a recording, and for a recording of another tokenizer.
     """
     missing = [name for name in _NEEDED if not hasattr(config, name)]
     if missing:
         raise ValueError(f"--replay is for loops that sample rollouts; {type(config).__name__} has no {missing[0]}")
-    if hasattr(config, "tokens_per_step"):
-        raise ValueError(
-            f"--replay is for loops with one rollout batch a step; {type(config).__name__} gathers several"
-        )
-    env = RecordedEnv(file.absolute(), config.prompts_per_step, best_reward_of(config.env))
+    best, again = best_reward_of(config.env), getattr(config, "samples_again", False)
+    env = RecordedEnv(file.absolute(), config.prompts_per_step, best, samples_again=again)
     if config.num_steps > env.num_steps:
         raise ValueError(f"num_steps is {config.num_steps}; the recording {file} has {env.num_steps} steps")
     _check_tokenizer(file, env.groups(), resolve_model(config.model))

@@ -29,6 +29,7 @@ class AccumulateConfig(GroupLoopConfig):
     kl_target: float
     """KL(generator || policy) per token that a step should bring about, measured on its last batch."""
     evaluations = ("between", "apart")
+    samples_again = True
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -42,7 +43,7 @@ class AccumulateConfig(GroupLoopConfig):
 async def train(config: AccumulateConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
-    source, advantage = RolloutSource(config, run.phase, run.began), config.advantage_function
+    source, advantage = RolloutSource(config, run.phase, run.began, run.data), config.advantage_function
     highest = warmup(constant(config.learning_rate), config.warmup_steps)
     run.phase("starting trainer and generator")
     async with (

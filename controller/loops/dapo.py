@@ -22,6 +22,7 @@ from rl.types import Group
 class DAPOConfig(GroupLoopConfig):
     """A recipe of this loop."""
 
+    samples_again = True
     max_rounds: int = 4
     """Times that a step samples prompts to replace groups without a signal. Then it uses the groups that it has."""
     overlong_cache: int = 0
@@ -42,12 +43,12 @@ class DAPOConfig(GroupLoopConfig):
 async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
-    source, advantage = RolloutSource(config, run.phase, run.began), config.advantage_function
+    source, advantage = RolloutSource(config, run.phase, run.began, run.data), config.advantage_function
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
     punishment = soft_overlong_punishment(config.sampling.max_tokens, config.overlong_cache or 1)
 
     async def sample(start: int, count: int) -> list[Group]:
-        return await source.sample_problems(generator, start, count, config.group_size)
+        return await source.sample_problems(generator, run.data.take(count), count, config.group_size)
 
     def shaped(groups: tuple[Group, ...]) -> list[Group]:
         return [shape_rewards(group, punishment) for group in groups] if config.overlong_cache else [*groups]
@@ -57,14 +58,12 @@ async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None
         launch(source.model, config.trainer, config.generator, run.log_dir, config.hosts) as (trainer, generator),
         run.steps(policy=trainer) as steps,
     ):
-        next_problem: int = run.restored.get("next_problem", 0)
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         for step in steps:
             await run.evaluate_if_due(step - 1, source.evaluate, generator)
             clock = run.begin_step(step)
             with clock("generate"):
-                sampled = await sample_with_signal(sample, next_problem, config.prompts_per_step, config.max_rounds)
-            next_problem += len(sampled.all)
+                sampled = await sample_with_signal(sample, 0, config.prompts_per_step, config.max_rounds)
             keep = (lambda _: True) if config.overlong_cache else not_truncated
             kept = shaped(sampled.with_signal)  # after the filter: a punishment alone is no signal
             batch = await groups_to_data(kept, advantage, keep=keep)
@@ -82,7 +81,7 @@ async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None
                 run.end_step(shaped(sampled.all), batch, output, update, metrics)
             else:
                 run.end_step_without_update(sampled.all, f"{len(sampled.all)} groups had nothing to learn from")
-            await run.checkpoint_if_due(next_problem=next_problem)
+            await run.checkpoint_if_due()
 
         await run.evaluate_last(source.evaluate, generator)
         await trainer.export_hf(run.model_dir)

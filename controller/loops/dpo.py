@@ -53,8 +53,11 @@ async def train(config: DPOConfig, folder: RunFolder, console: Console) -> None:
     to_data = functools.partial(loss.data, Renderer(model, date=run.began), max_tokens=limit)
     check_texts_fit(limit, model, eval_data := to_data(config.data.eval_preferences(config.num_eval)))
 
+    first, start = run.data.step + 1, run.data.next
+
     def training_data(step: int) -> list[Datum]:
-        return to_data(config.data.train_preferences(config.seed, (step - 1) * per_step, per_step))
+        place = start + (step - first) * per_step  # steps before the first one are behind a fork or a resumed run
+        return to_data(config.data.train_preferences(config.seed, place, per_step)) if step >= first else []
 
     async def evaluate(step: int) -> None:
         run.log_measurements(step, **loss.measure(await pairs.score_pairs(trainer, eval_data, eval_reference)))
@@ -72,6 +75,7 @@ async def train(config: DPOConfig, folder: RunFolder, console: Console) -> None:
                 clock = run.begin_step(step)
                 with clock("pack"):
                     batch, frozen = training_data(step), reference[step - 1]
+                run.data.take(per_step)
                 if batch:
                     with clock("forward"):
                         scored = await pairs.score_pairs(trainer, batch, frozen)

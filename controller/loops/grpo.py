@@ -24,7 +24,7 @@ class GRPOConfig(GroupLoopConfig):
 async def train(config: GRPOConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
-    source, advantage = RolloutSource(config, run.phase, run.began), config.advantage_function
+    source, advantage = RolloutSource(config, run.phase, run.began, run.data), config.advantage_function
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
 
     run.phase("starting trainer and generator")

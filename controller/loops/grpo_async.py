@@ -57,7 +57,9 @@ async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) ->
         version = await trainer.push_model_state_dict()
         await generator.pull_model_state_dict(version)
         restored, per_step = source.restored(run.restored), config.prompts_per_step
-        queue = RolloutQueue(sample_group, steps.remaining, per_step, config.max_staleness, restored)
+        queue = RolloutQueue(
+            sample_group, steps.remaining, per_step, config.max_staleness, restored, source.sampled_as
+        )
         async with queue as rollouts:
             for step in steps:
                 await run.evaluate_if_due(step - 1, source.evaluate, generator)

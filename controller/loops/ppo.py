@@ -42,7 +42,7 @@ class PPOConfig(RolloutLoopConfig):
 async def train(config: PPOConfig, folder: RunFolder, console: Console) -> None:
     """Trains policy and critic and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
-    source = RolloutSource(config, run.phase, run.began)
+    source = RolloutSource(config, run.phase, run.began, run.data)
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
     run.phase("starting trainer, critic, reference and generator")
     async with Launcher(run.log_dir, config.hosts) as launcher:

@@ -65,7 +65,7 @@ async def train(config: SFTConfig, folder: RunFolder, console: Console) -> None:
                     run.log_measurements(step - 1, loss=await eval_loss(trainer, eval_data))
                 clock = run.begin_step(step)
                 with clock("pack"):
-                    batch = to_data(config.data.train_examples(config.seed, (step - 1) * per_step, per_step))
+                    batch = to_data(config.data.train_examples(config.seed, run.data.take(per_step), per_step))
                 if batch:
                     with clock("forward_backward"):
                         output = await trainer.forward_backward(batch, "cross_entropy")

@@ -4,7 +4,8 @@ A checkpoint is one directory, `checkpoints/step-00010`. It holds `loop.json` an
 trainer's name. `loop.json` is written first, and a trainer's directory appears only when it is complete. So a
 checkpoint is complete if all its parts exist; any other is ignored. `loop.json` holds the lengths of the run's files,
 to which a resumed run cuts them back, and the loop's own values. Groups of rollouts among these values are in Parquet
-files of their own, which are written before it. Data order, seeds and schedules follow from the step.
+files of their own, which are written before it. Seeds and schedules follow from the step. The place in the training
+data does not, since a fork may take another number of items a step: it is stored.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from typing import Any, cast
 from controller.launching.hosts import kept
 from controller.launching.launcher import Launcher
 from controller.processes.errors import TrainingStoppedError
-from controller.runs.folder import LOOP_FILE, complete_checkpoints, is_checkpoint
+from controller.runs.folder import LOOP_FILE, RunFolder, complete_checkpoints, is_checkpoint
 from controller.runs.loop_config import LoopConfig
 from controller.runs.models import Tell, resolve_model
 from controller.runs.recording import write_rollouts
@@ -48,23 +49,76 @@ class _FinishedStep:
     lengths: Mapping[str, int]
     """The lengths of the run's files at its end."""
     values: Mapping[str, Any]
+    position: int
+
+
+@dataclass(slots=True, kw_only=True)
+class DataPosition:
+    """How far a run has come in its endless stream of training items."""
+
+    next: int = 0
+    """The number of the item that is taken next."""
+    step: int = 0
+    """The step under way, or the last one before it."""
+    taken: int = 0
+    """Items that this step has taken."""
+
+    def begin(self, step: int) -> None:
+        """Begins a step."""
+        self.step, self.taken = step, 0
+
+    def take(self, count: int) -> int:
+        """The number of the first of the next `count` items."""
+        start = self.next
+        self.next, self.taken = start + count, self.taken + count
+        return start
+
+
+_SIZES = ("examples_per_step", "pairs_per_step", "prompts_per_step")
+_BATCHES_OF_ACCUMULATE = 16
+
+
+def restored_position(folder: RunFolder, config: object) -> DataPosition:
+    """Where a resumed run continues; the start of the data in a new one."""
+    if not folder.resumed or not (complete := folder.complete_checkpoints()):
+        return DataPosition()
+    loop: dict[str, Any] = read_json(complete[-1] / LOOP_FILE)
+    return DataPosition(next=_position_of(loop, config), step=loop["step"])
+
+
+def _position_of(loop: Mapping[str, Any], config: object) -> int:
+    """Earlier versions stored no position: every step took the same number of items, but for those that stored it."""
+    values, sizes = loop["values"], [getattr(config, name) for name in _SIZES if hasattr(config, name)]
+    batches = _BATCHES_OF_ACCUMULATE if hasattr(config, "tokens_per_step") else 1
+    return loop.get("position", values.get("next_problem", loop["step"] * batches * sum(sizes)))
+
+
+def check_position(loop: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Raises ValueError if a fork with the configuration `after` of a run with `before` would lose its place."""
+    changed = [name for name in (*_SIZES, "group_size") if before.get(name) != after.get(name)]
+    if "position" not in loop and changed:
+        raise ValueError(
+            f"{changed[0]} is {after.get(changed[0])}, and {before.get(changed[0])} in the checkpoint, which an earlier "
+            "version wrote without its place in the data; keep it, or begin a new run"
+        )
 
 
 class Checkpoints:
     """One run's checkpoints. Each holds the state of all trainers.
 
-    checkpoints = Checkpoints(step_log, config, policy=trainer)
+    checkpoints = Checkpoints(step_log, config, DataPosition(), policy=trainer)
     for step in range(await checkpoints.resume(), config.num_steps + 1):
         ...
         await checkpoints.after_step(step)
     """
 
-    def __init__(self, step_log: StepLog, config: LoopConfig, **trainers: Trainer) -> None:
-        """Saves every `checkpoint_every` steps and keeps the newest `keep_checkpoints`.
+    def __init__(self, step_log: StepLog, config: LoopConfig, data: DataPosition, **trainers: Trainer) -> None:
+        """Saves every `checkpoint_every` steps and keeps the newest `keep_checkpoints`. Stores where `data` is.
 
         The oldest checkpoint is deleted before a new one is written, but never the only one.
         """
         self._log = step_log
+        self._data = data
         self.folder = step_log.folder
         self._every = config.checkpoint_every
         self._keep = config.keep_checkpoints
@@ -122,7 +176,8 @@ class Checkpoints:
         `solved`.
         """
         # Remembered before the first await: whenever the run is stopped, the files have grown by this step or not.
-        self._finished = _FinishedStep(step=step, lengths=self.folder.lengths(), values=_kept(values))
+        lengths, position = self.folder.lengths(), self._data.next
+        self._finished = _FinishedStep(step=step, lengths=lengths, values=_kept(values), position=position)
         self._versions, self.last_step = None, step
         self._versions = await self._policy_versions()
         await self.folder.room()
@@ -221,6 +276,7 @@ class Checkpoints:
                 "lengths": finished.lengths,
                 "groups": [*groups],
                 "values": others,
+                "position": finished.position,
             },
         )
 

@@ -170,6 +170,7 @@ class RolloutLoopConfig(LoopConfig):
     records_routes = True
     """Whether the loop's data have the routes of its completions."""
     evaluations = get_args(Evaluated)
+    samples_again = False
     """What `evaluation` may be: not "beside" where the generator has other work then."""
     env_time_limit_s: float | None = None
     """Longest that one call of the environment may take; a longer one costs its rollout. None: what the environment

@@ -201,11 +201,13 @@ def cut_recordings(directory: Path, lengths: Mapping[str, int], into: Path) -> N
 class RecordedEnv:
     """The training rollouts of a run. Satisfies `rl.protocols.Env`, but has groups in place of problems."""
 
-    def __init__(self, file: Path, groups_per_step: int, best_reward: float = 1.0) -> None:
+    def __init__(
+        self, file: Path, groups_per_step: int, best_reward: float = 1.0, *, samples_again: bool = False
+    ) -> None:
         """`file` is as `read_recording` takes it; `groups_per_step` the number of problems that a step asks for.
 
-        `best_reward` is that of the environment that was recorded.
-        Raises ValueError if the file is not a recording, and if a step has more groups than that.
+        `best_reward` is that of the environment that was recorded. A loop that `samples_again` asks several times.
+        Raises ValueError if the file is not a recording, and if a step has more groups than are asked for.
         """
         self.file = file
         self.steps = read_recording(file)
@@ -214,7 +216,7 @@ class RecordedEnv:
         """See `rl.protocols.Env`."""
         self._groups_per_step = groups_per_step
         for step, number in self.steps.num_groups().items():
-            if number > groups_per_step:
+            if number > groups_per_step and not samples_again:
                 raise ValueError(
                     f"step {step} of the recording {file} has {number} groups; prompts_per_step is {groups_per_step}"
                 )
@@ -242,19 +244,18 @@ class RecordedEnv:
         """The groups of all steps, in order."""
         return (group for step in sorted(self.steps) for group in self.steps[step])
 
-    def train_groups(self, start: int, count: int) -> list[Group]:
-        """The groups that problems start to start + count - 1 of the training stream had, all of one step.
+    def train_groups(self, step: int, first: int, count: int) -> list[Group]:
+        """The groups `first` to `first` + `count` - 1 of a step, which counts from 1; fewer if it had no more.
 
         Rewards are the environment's, which the loop shapes again if it shapes any. A group all of whose
         rollouts failed was not recorded; one without rollouts, at the end of the step, stands for it.
         Raises ValueError for a step after the last one.
         """
-        step, index = divmod(start, self._groups_per_step)
-        if step >= self.num_steps:
-            raise ValueError(f"the recording {self.file} ends with step {self.num_steps}; step {step + 1} is not there")
-        groups = [unshaped(group) for group in self.steps.get(step + 1, ())]
+        if step > self.num_steps:
+            raise ValueError(f"the recording {self.file} ends with step {self.num_steps}; step {step} is not there")
+        groups = [unshaped(group) for group in self.steps.get(step, ())]
         groups += [_NOT_RECORDED] * (self._groups_per_step - len(groups))
-        return groups[index : index + count]
+        return groups[first : first + count]
 
     def train_problems(self, seed: int, start: int, count: int) -> list[Problem]:
         """Raises ValueError: recorded problems cannot be attempted again, so a loop has to use `train_groups`."""

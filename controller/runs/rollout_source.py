@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from controller.runs.checkpoints import DataPosition
 from controller.runs.loop_config import HeldOut, RolloutLoopConfig
 from controller.runs.models import resolve_model, resolve_teacher
 from controller.runs.recording import RecordedEnv
@@ -15,6 +16,7 @@ from rl.rollouts.episodes import rollout_groups, step_seed
 from rl.rollouts.evaluation import Evaluation, eval_sampling, evaluate
 from rl.rollouts.guard import time_limit_of, words_of
 from rl.rollouts.rendering import Renderer
+from rl.system.disk import to_json
 from rl.system.hf_config import inspect_model
 from rl.types import Datum, Group, SamplingParams
 
@@ -22,8 +24,16 @@ from rl.types import Datum, Group, SamplingParams
 class RolloutSource:
     """Samples training rollouts and evaluates on held-out problems, as a recipe says."""
 
-    def __init__(self, config: RolloutLoopConfig, tell: Callable[[str], None], date: datetime | None = None) -> None:
+    def __init__(
+        self,
+        config: RolloutLoopConfig,
+        tell: Callable[[str], None],
+        date: datetime | None = None,
+        data: DataPosition | None = None,
+    ) -> None:
         """`tell` is called with a short message during slow work. A chat template sees `date`, by default now.
+
+        `sample` takes its problems from `data`, which is `Run.data`; without it their place follows from its number.
 
         Raises ValueError if `config.model` is not a model that can be trained, and for a held-out prompt that leaves no
         room for its completion in the generator's context.
@@ -46,6 +56,7 @@ class RolloutSource:
         self._time_limit_s = config.env_time_limit_s or time_limit_of(config.env)
         self._recording = config.env if isinstance(config.env, RecordedEnv) else None
         self._tell = tell
+        self._data = data
 
     def resolve_teacher(self, name_or_path: str) -> Path:
         """The directory of a model that can score the policy's tokens. Raises ValueError for another tokenizer."""
@@ -61,30 +72,41 @@ class RolloutSource:
     async def sample_problems(self, generator: Generator, start: int, count: int, num_samples: int) -> list[Group]:
         """Groups of the problems `start` to `start + count - 1` of the training stream, `num_samples` rollouts each.
 
-        For loops that need a different number of problems at each step. Seeds follow from the run's seed and the
+        For loops that need a different number of problems at each step, and take `start` from `Run.data`. Seeds follow from the run's seed and the
         problem's number.
         """
         seed = step_seed(self._config.seed, 0) + start * num_samples
         return await self._groups(generator, start, count, num_samples, seed)
 
     async def sample(self, generator: Generator, number: int, num_samples: int) -> list[Group]:
-        """Rollout batch `number`, from 1, of the training stream: `prompts_per_step` groups of `num_samples` rollouts.
+        """Rollout batch `number`, from 1: `prompts_per_step` groups of `num_samples` rollouts.
 
-        Problems and seeds follow from the run's seed and the number alone, so that a run can be resumed.
+        Seeds follow from the run's seed and the number, problems from its seed and the place in the data, so that a run
+        can be resumed.
         """
         count, seed = self._config.prompts_per_step, step_seed(self._config.seed, number)
-        return await self._groups(generator, (number - 1) * count, count, num_samples, seed)
+        start = (number - 1) * count if self._data is None else self._data.take(count)
+        return await self._groups(generator, start, count, num_samples, seed)
 
     async def _groups(self, generator: Generator, start: int, count: int, num_samples: int, seed: int) -> list[Group]:
         """Groups of `count` problems, with seeds from `seed` on. A replay takes them from its recording instead."""
         if self._recording is not None:
-            return [self.renderer.read_again(group) for group in self._recording.train_groups(start, count)]
+            step, first = divmod(start, self._config.prompts_per_step)
+            if self._data is not None:
+                step, first = self._data.step - 1, self._data.taken - count
+            return [self.renderer.read_again(group) for group in self._recording.train_groups(step + 1, first, count)]
         problems = self._config.env.train_problems(self._config.seed, start, count)
         self.problems = {problem.id: problem for problem in problems}
         seeded = replace(self.sampling, seed=seed)
         return await rollout_groups(
             generator, self.renderer, problems, seeded, num_samples, time_limit_s=self._time_limit_s
         )
+
+    @property
+    def sampled_as(self) -> dict[str, Any]:
+        """What groups depend on, in JSON types: those that wait in a checkpoint fit no fork with another value."""
+        config = self._config
+        return to_json({"size": config.group_size, "sampling": config.sampling, "env": config.env, "seed": config.seed})
 
     def restored(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a `RolloutQueue` from a checkpoint, whose groups have the files of images only, as it was."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from controller.runs.checkpoints import Checkpoints
+from controller.runs.checkpoints import Checkpoints, restored_position
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.loop_config import LoopConfig
@@ -66,7 +66,8 @@ class Run:
         self._log = StepLog(folder, console, config.num_steps, best_reward=best_reward, log=config.log)
         self._config = config
         self._checkpoints: Checkpoints | None = None
-        self._step = 0
+        self.data = restored_position(folder, config)
+        """The place in the training data, which checkpoints store: `start = run.data.take(count)`."""
         self._clock = PhaseClock()
         self._evaluation = _Evaluation()
         self._where = getattr(config, "evaluation", "between")
@@ -116,12 +117,12 @@ class Run:
         the loop's task is cancelled, leaving the block saves the last finished step: the trainers must live until then.
         Entering raises ValueError for a checkpoint of another model or of other trainers.
         """
-        self._checkpoints = Checkpoints(self._log, self._config, **trainers)
+        self._checkpoints = Checkpoints(self._log, self._config, self.data, **trainers)
         return Steps(self._checkpoints, self._config.num_steps)
 
     def begin_step(self, step: int) -> PhaseClock:
         """Starts the clock of a step: `with clock("generate"): ...` adds to the step's `seconds_generate`."""
-        self._step = step
+        self.data.begin(step)
         self._clock = PhaseClock(on_begin=self._evaluation.begin)
         return self._clock
 
@@ -176,11 +177,11 @@ class Run:
 
         `metrics` are the loop's own. They replace metrics of the same name.
         """
-        self._log.step(self._step, self._clock, groups, batch, output, update, metrics)
+        self._log.step(self.data.step, self._clock, groups, batch, output, update, metrics)
 
     def end_step_without_update(self, groups: Sequence[Group] = (), why: str = EQUAL_REWARDS) -> None:
         """Records a step that had nothing to learn from, and why."""
-        self._log.step_without_signal(self._step, self._clock, groups, why)
+        self._log.step_without_signal(self.data.step, self._clock, groups, why)
 
     async def checkpoint_if_due(self, **values: Any) -> None:
         """Saves a checkpoint if the configuration asks for one after this step.
@@ -192,9 +193,9 @@ class Run:
         """
         assert self._checkpoints is not None, "Run.steps names the trainers to save; enter it before the first step"
         await self.evaluated()
-        if self._checkpoints.saves_after(self._step):
+        if self._checkpoints.saves_after(self.data.step):
             await self._evaluation.over()  # a run that resumes there has its result
-        await self._checkpoints.after_step(self._step, **values)
+        await self._checkpoints.after_step(self.data.step, **values)
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Records the reward on held-out problems after `step` steps. An evaluation without problems is ignored."""

@@ -41,24 +41,30 @@ class RolloutQueue:
         groups_per_step: int,
         max_staleness: int,
         state: Mapping[str, Any] | None = None,
+        sampled_as: Mapping[str, Any] | None = None,
     ) -> None:
         """`sample_group(n)` samples group n; numbers count from 0 in step 1. `steps` are the remaining steps.
 
         `state` continues an earlier queue: it is what its method `state` returned before the first of these steps. If
-        that queue had another `groups_per_step` or `max_staleness`, its groups do not fit: this one begins anew there.
+        that queue had another `groups_per_step` or `max_staleness`, or what groups are `sampled_as` (JSON types) was
+        another, its groups do not fit: the same numbers are sampled again, so that none is left out.
         Raises ValueError for a staleness below 0 and for less than one group per step.
         """
         check_at_least(0, max_staleness=max_staleness)
         check_at_least(1, groups_per_step=groups_per_step)
         self._sample_group = sample_group
-        self._num_groups = (steps.stop - 1) * groups_per_step
+        self._steps = steps
+        self._sampled_as = sampled_as
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._step = steps.start
-        if not state or not _fits(state, groups_per_step, max_staleness):
-            state = {"next": (steps.start - 1) * groups_per_step, **dict.fromkeys(_LISTS, ())}
+        state = state or {"next": (steps.start - 1) * groups_per_step, **dict.fromkeys(_LISTS, ())}
+        if not self._fits(state):
+            again = sorted([*state["unfinished"], *state["finished"]])
+            state = {**state, **dict.fromkeys(_LISTS, ()), "unfinished": again}
         self._next: int = state["next"]
         self._to_repeat: list[int] = [*state["unfinished"]]  # groups that an earlier queue had started
+        self._num_started = len(state["finished"])
         self._started: dict[int, int] = {}  # group -> the step in which it started, until it is taken
         self._started |= zip(state["finished"], state["started"], strict=True)
         self._finished: dict[int, Group] = dict(zip(state["finished"], state["finished_groups"], strict=True))
@@ -120,6 +126,7 @@ class RolloutQueue:
         return {
             "groups_per_step": self._groups_per_step,
             "max_staleness": self._max_staleness,
+            "sampled_as": self._sampled_as,
             "next": self._next,
             "unfinished": sorted([*self._to_repeat, *unfinished]),
             "finished": finished,
@@ -129,21 +136,23 @@ class RolloutQueue:
 
     def _start(self) -> None:
         """Starts every group that the bound allows now."""
-        limit = min((self._step + self._max_staleness) * self._groups_per_step, self._num_groups)
-        self._to_repeat += range(self._next, limit)
-        self._next = max(self._next, limit)
-        for number in self._to_repeat:
+        num_steps = min(self._step - self._steps.start + 1 + self._max_staleness, len(self._steps))
+        count = max(num_steps * self._groups_per_step - self._num_started, 0)
+        again, self._to_repeat = self._to_repeat[:count], self._to_repeat[count:]
+        new = range(self._next, self._next + count - len(again))
+        self._next, self._num_started = new.stop, self._num_started + count
+        for number in (*again, *new):
             self._started[number] = self._step
             task = self._tasks.create_task(self._run(number))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
-        self._to_repeat = []
 
     async def _run(self, number: int) -> None:
         self._finished[number] = await self._sample_group(number)
         self._changed.set()
 
-
-def _fits(state: Mapping[str, Any], groups_per_step: int, max_staleness: int) -> bool:
-    """Whether a queue with these numbers can continue from the state."""
-    return (state["groups_per_step"], state["max_staleness"]) == (groups_per_step, max_staleness)
+    def _fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether groups of the state can be taken. States of earlier versions do not say what they are sampled as."""
+        ours = (self._groups_per_step, self._max_staleness, self._sampled_as)
+        named = zip(("groups_per_step", "max_staleness", "sampled_as"), ours, strict=True)
+        return all(state.get(name, value) == value for name, value in named)

@@ -61,7 +61,7 @@ async def train(config: AgentConfig, folder: RunFolder, console: Console) -> Non
             if (step - 1) % config.evaluate_every == 0:  # before the first step too
                 run.log_evaluation(step - 1, await evaluate())
             clock, count = run.begin_step(step), config.prompts_per_step
-            tasks = env.train_problems(config.seed, (step - 1) * count, count)
+            tasks = env.train_problems(config.seed, run.data.take(count), count)
             with clock("generate"):
                 size, seed = config.group_size, step_seed(config.seed, step)
                 groups = await run_agents(endpoint, env.program, tasks, env.reward, num_samples=size, seed=seed)

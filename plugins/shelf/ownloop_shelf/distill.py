@@ -42,7 +42,7 @@ class DistillConfig(RolloutLoopConfig):
 async def train(config: DistillConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
-    source, lesson = RolloutSource(config, run.phase, run.began), config.lesson
+    source, lesson = RolloutSource(config, run.phase, run.began, run.data), config.lesson
     names = lesson.models(config.teacher, source.model, source.eval_problems)
     paths = [source.resolve_teacher(name) for name in names]
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)

@@ -46,7 +46,7 @@ def test_the_rollouts_of_a_run_are_replayed(tmp_path: Path) -> None:
     folder.flush()
     env = replayed(config, recording_file(folder.path)).env
     assert env.best_reward == 5.0
-    groups = [group for step in (0, 1) for group in env.train_groups(step, 1)]
+    groups = [group for step in (1, 2) for group in env.train_groups(step, 0, 1)]
     assert [group.problem_id for group in groups] == ["train 1", "train 2"]
     assert [np.array(group.rewards).tolist() for group in groups] == [[0, 1], [0, 1]]
     assert groups[1].rollouts[0].turns[0].completion.versions == (2, 2)

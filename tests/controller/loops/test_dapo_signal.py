@@ -1,5 +1,6 @@
 """DAPO filters groups by the environment's rewards, and punishes long answers of those that it keeps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,25 @@ def test_a_replay_keeps_the_groups_that_the_run_kept(tmp_path: Path, monkeypatch
         assert 0 < len(with_signal) < len(groups)
         assert row["groups_with_signal"] == len(with_signal)
         assert row["unshaped_reward"] > row["reward_mean"]
-    run_loop("dapo", tmp_path / "replay", env=RecordedEnv(tmp_path / "run" / "rollouts", 4), **CHANGES)
     names = ("grad_norm", "groups_with_signal", "reward_mean", "unshaped_reward")
-    replayed = _steps(tmp_path / "replay")
-    assert [[row[name] for name in names] for row in replayed] == [[row[name] for name in names] for row in steps]
+    assert _replayed("dapo", tmp_path, names, **CHANGES) == [[row[name] for name in names] for row in steps]
+
+
+def _replayed(loop: str, tmp_path: Path, names: Sequence[str], **changes: Any) -> list[list[float]]:
+    env = RecordedEnv(tmp_path / "run" / "rollouts", 4, samples_again=True)
+    run_loop(loop, tmp_path / "replay", env=env, **changes)
+    return [[row[name] for name in names] for row in _steps(tmp_path / "replay")]
+
+
+@pytest.mark.stranger("2.C7")
+@pytest.mark.parametrize("loop", ["dapo", "accumulate"])
+def test_a_loop_that_samples_again_can_be_replayed(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch_in_process(monkeypatch, tmp_path / "cache")
+    changes: dict[str, Any] = {"max_rounds": 3} if loop == "dapo" else {"tokens_per_step": 300, "kl_target": 1e-3}
+    run_loop(loop, tmp_path / "run", env=Solved(every=2), **changes)
+    steps = _steps(tmp_path / "run")
+    assert max(len(groups) for groups in read_recording(tmp_path / "run" / "rollouts").values()) > 4
+    names = [name for name in steps[0] if name.split("_")[0] in ("grad", "loss", "reward", "groups", "kl", "rollout")]
+    assert _replayed(loop, tmp_path, names, **changes) == [[row[name] for name in names] for row in steps]

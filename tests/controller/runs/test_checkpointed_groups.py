@@ -9,7 +9,7 @@ from typing import cast
 import pyarrow.parquet as pq
 import pytest
 
-from controller.runs.checkpoints import Checkpoints
+from controller.runs.checkpoints import Checkpoints, DataPosition
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.loop_config import LoopConfig
@@ -37,7 +37,7 @@ def _groups(step: int, text: str = "ab") -> list[Group]:
 def _checkpoints(path: Path, *, resume: bool = False) -> tuple[Checkpoints, RunFolder, FileTrainer]:
     folder, trainer = RunFolder(path, CONFIG, resume=resume), FileTrainer()
     step_log = StepLog(folder, Console(io.StringIO()), CONFIG.num_steps)
-    return Checkpoints(step_log, CONFIG, policy=cast(Trainer, trainer)), folder, trainer
+    return Checkpoints(step_log, CONFIG, DataPosition(), policy=cast(Trainer, trainer)), folder, trainer
 
 
 def test_groups_that_wait_are_in_the_checkpoint(tmp_path: Path) -> None:

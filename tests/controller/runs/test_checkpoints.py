@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from controller.processes.errors import TrainingStoppedError
-from controller.runs.checkpoints import Checkpoints
+from controller.runs.checkpoints import Checkpoints, DataPosition
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.loop_config import LoopConfig
@@ -64,7 +64,7 @@ def _checkpoints(
         checkpoint_every=every,
         keep_checkpoints=keep,
     )
-    return Checkpoints(step_log, config, **cast(dict[str, Trainer], trainers)), step_log, stream
+    return Checkpoints(step_log, config, DataPosition(), **cast(dict[str, Trainer], trainers)), step_log, stream
 
 
 async def _train(checkpoints: Checkpoints, folder: RunFolder, trainer: FileTrainer, steps: range) -> None:

@@ -28,7 +28,7 @@ def test_every_step_gets_the_groups_that_it_had(tmp_path: Path) -> None:
     env = RecordedEnv(_recording(tmp_path / "run"), groups_per_step=2)
 
     def step(number: int) -> list[Group]:
-        return env.train_groups(2 * (number - 1), 2)
+        return env.train_groups(number, 0, 2)
 
     lost = Group(problem_id="", prompt="", rollouts=(), failures=("not recorded",))
 
@@ -36,7 +36,7 @@ def test_every_step_gets_the_groups_that_it_had(tmp_path: Path) -> None:
     assert step(2) == [_group("a", 0.25, 0.5), lost]
     assert step(3) == [lost, lost]
     assert step(4) == [_group("c", 0.25, 0.75), _group("a", 0.25, 0.5)]
-    assert [group.problem_id for n in (0, 1) for group in env.train_groups(n, 1)] == ["a", "b"]
+    assert [group.problem_id for n in (0, 1) for group in env.train_groups(1, n, 1)] == ["a", "b"]
     assert env.eval_problems(5) == []
     with pytest.raises(ValueError, match="ends with step 4; step 5 is not there"):
         step(5)
@@ -50,7 +50,7 @@ def test_a_replay_has_the_environments_rewards(tmp_path: Path) -> None:
     folder.flush()
     (recorded,) = read_recording(folder.rollouts)[1]
     assert recorded.rewards.tolist() == pytest.approx([0.8, 0.3])
-    assert RecordedEnv(folder.rollouts, groups_per_step=1).train_groups(0, 1) == [played]
+    assert RecordedEnv(folder.rollouts, groups_per_step=1).train_groups(1, 0, 1) == [played]
 
 
 def test_a_recording_of_larger_steps_is_refused(tmp_path: Path) -> None:

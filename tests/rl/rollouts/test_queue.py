@@ -181,20 +181,31 @@ def test_a_queue_continues_from_the_state_of_another() -> None:
 @pytest.mark.parametrize(
     ("per_step", "max_staleness"), [(PER_STEP, 1), (PER_STEP, 4), (PER_STEP + 1, 3), (2, 3), (2, 0)]
 )
-def test_a_queue_with_other_numbers_begins_anew_at_the_step(per_step: int, max_staleness: int) -> None:
-    sampler = Sampler(seed=1)
+def test_a_queue_with_other_numbers_samples_what_waited_again(per_step: int, max_staleness: int) -> None:
+    assert_none_is_left_out(per_step, max_staleness, "same")
+
+
+@pytest.mark.stranger("2.C3")
+def test_groups_that_wait_are_sampled_again_where_they_would_be_sampled_otherwise() -> None:
+    assert_none_is_left_out(PER_STEP, 3, "other")
+
+
+def assert_none_is_left_out(per_step: int, max_staleness: int, sampled_as: str) -> None:
+    sampler, again = Sampler(seed=1), Sampler()
 
     async def run() -> list[list[int]]:
-        async with RolloutQueue(sampler, range(1, 11), PER_STEP, 3) as rollouts:
-            await rollouts.take()
+        async with RolloutQueue(sampler, range(1, 11), PER_STEP, 3, sampled_as={"env": "same"}) as rollouts:
+            first = await rollouts.take()
             await _ticks(60)
             rollouts.advance()
             state = rollouts.state()
-        again, steps = Sampler(), range(2, 7)
-        return await _loop(again, RolloutQueue(again, steps, per_step, max_staleness, state), steps, lambda _: None)
+        steps = range(2, 7)
+        queue = RolloutQueue(again, steps, per_step, max_staleness, state, {"env": sampled_as})
+        return [[int(group.problem_id) for group in first], *await _loop(again, queue, steps, lambda _: None)]
 
-    taken = asyncio.run(asyncio.wait_for(run(), LIMIT_S))
-    assert sorted(number for numbers in taken for number in numbers) == list(range(per_step, 6 * per_step))
+    taken = [number for numbers in asyncio.run(asyncio.wait_for(run(), LIMIT_S)) for number in numbers]
+    assert sorted(taken) == list(range(PER_STEP + 5 * per_step))
+    assert {*again.started} == {*taken[PER_STEP:]}, "none of them is the earlier queue's"
 
 
 def test_the_state_holds_the_groups_themselves() -> None:

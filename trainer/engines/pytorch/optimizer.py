@@ -110,12 +110,11 @@ class Optimizer:
     def _update(self, groups: Sequence[dict[str, Any]], params: AdamParams) -> None:
         """One step of these groups' parameters, with the moments where they are."""
         self._adamw.param_groups = [group for group in groups if not group[_IS_MUON]]
-        for parameter in self._of_muon.intersection(
-            each for group in self._adamw.param_groups for each in group["params"]
-        ):
+        adamws = {parameter for group in groups if not group[_IS_MUON] for parameter in group["params"]}
+        for parameter in self._of_muon & adamws:
             for value in self._adamw.state[parameter].values():  # AdamW divides by a moment that Muon does not have
                 value.zero_()
-            self._of_muon.remove(parameter)
+        self._of_muon -= adamws
         self._adamw.step()
         if not isinstance(params, MuonParams):
             return

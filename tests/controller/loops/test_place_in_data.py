@@ -1,0 +1,72 @@
+"""Every item is trained on once, in order, whatever numbers of items the steps of a run, its resumes and forks take."""
+
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from controller.runs.recording import read_recording
+from rl.data.sources import EnvExamples, EnvPreferences
+from rl.envs.procedural import TextProblem
+from rl.tiny_tasks import EvenWords
+from tests.docs.in_process import launch_in_process
+from tests.docs.loop_runs import LOOPS, run_loop
+
+pytestmark = pytest.mark.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbered(EvenWords):
+    """Problems whose ids are their numbers in the stream. Notes which ones are asked for."""
+
+    asked: ClassVar[list[int]] = []
+
+    def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
+        """See `rl.protocols.Env`."""
+        self.asked.extend(range(start, start + count))
+        made = EvenWords.train_problems(self, seed, start, count)
+        return [
+            TextProblem(id=str(n), prompt=each.prompt, score=each.score, answer="w2", wrong_answers=("w3",))
+            for n, each in enumerate(made, start=start)
+        ]
+
+
+SIZES = {"sft": "examples_per_step", "dpo": "pairs_per_step"}
+SOURCES = {"sft": EnvExamples, "dpo": EnvPreferences}
+
+
+def _run(loop: str, path: Path, size: int, **changes: Any) -> None:
+    data = {"data": SOURCES[loop](env=Numbered())} if loop in SOURCES else {"env": Numbered()}
+    sizes = {SIZES.get(loop, "prompts_per_step"): size}
+    fixed = {"checkpoint_every": 1, "keep_checkpoints": 99, "evaluate_every": 99}
+    run_loop(loop, path, **data, **sizes, **fixed, **changes)
+
+
+@pytest.mark.stranger("2.C3")
+@pytest.mark.stranger("2.C4")
+@pytest.mark.parametrize("loop", LOOPS)
+def test_steps_of_any_size_take_every_item_once(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_in_process(monkeypatch, tmp_path / "cache")
+    draw, path, done = random.Random(loop), tmp_path / "run", 0
+    trained = list[int]()
+    for stage in range(3):
+        last, first_asked = done + draw.choice((2, 3)), len(Numbered.asked)
+        size, rollouts = draw.choice((1, 2, 3, 5)), draw.choice((2, 3))
+        group = {} if loop in SOURCES else {"group_size": rollouts}
+        _run(loop, path, size, num_steps=last, resume=stage > 0, **group)
+        kept = last - draw.choice((0, 1)) if stage < 2 else last
+        for step in range(kept + 1, last + 1):  # as a fork at an earlier step, or after a crash
+            shutil.rmtree(path / "checkpoints" / f"step-{step:05d}")
+        if loop in SOURCES:  # DPO's reference has scored them before
+            (path / "reference.json").unlink(missing_ok=True)
+            trained += Numbered.asked[first_asked:][-(last - done) * size :][: (kept - done) * size]
+        else:
+            recorded = read_recording(path / "rollouts")
+            steps = [recorded[step] for step in range(done + 1, kept + 1)]
+            trained += [int(group.problem_id) for groups in steps for group in groups]
+            assert {len(group.rollouts) for groups in steps for group in groups} == {rollouts}
+        done = kept
+    assert sorted(trained) == list(range(len(trained)))
