@@ -97,10 +97,16 @@ def loss_lines() -> Iterator[str]:
     from rl.algorithms.preferences import PAIR_LOSSES
     from rl.losses import all_losses, option_defaults
 
+    alike = {
+        "tokens": "A mean over tokens",
+        "sequences": "A mean over sequences, each of the mean over its tokens",
+        "constant": "A sum over tokens / (sequences x `max_tokens`)",
+    }
     for name, loss in sorted(all_losses().items()):
         needs = ", ".join(f"`{each}`" for each in ("target_tokens", *loss.required_inputs))
         options = ", ".join(f"`{key} = {value!r}`" for key, value in option_defaults(loss.function).items())
-        yield from (f"## {name}", "", inspect.getdoc(loss.function) or "", "", f"Needs {needs}.")
+        yield from (f"## {name}", "", inspect.getdoc(loss.function) or "", "")
+        yield f"{alike[loss.normaliser]} in recipes. Needs {needs}."
         yield from (f"Options: {options}." if options else "It has no options of its own.", "")
     yield from ("# Losses of pairs", "", "`--loss NAME` in recipes of the loop `dpo`.", "")
     for name, function in sorted(PAIR_LOSSES.items()):

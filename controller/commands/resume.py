@@ -38,6 +38,7 @@ from controller.runs.loop_config import ABSENT, differences
 from controller.runs.models import HubName, Tell, pinned, resolve_model
 from controller.runs.recording import RecordedEnv, recorded_files
 from generator.config import GeneratorConfig
+from rl.losses import get_loss
 from rl.protocols import best_reward_of
 from rl.rollouts.tokenizer import load_tokenizer, text_of
 from rl.system.disk import RecordingError, write_whole
@@ -84,6 +85,11 @@ def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
         for field, (before, after) in differences(recorded, as_begun).items()
         if not _may_change(field) and before is not ABSENT  # newer fields have their defaults
     }
+    if "loss" in recorded and "normaliser" not in recorded and get_loss(config.loss).normaliser != "tokens":
+        raise ValueError(
+            f"loss {config.loss!r} of {folder} was a mean over tokens, as all losses then, and is none now; "
+            f"begin a new run: ownloop run --fork {folder} --normaliser tokens"
+        )
     if changed:
         raise ValueError(
             f"the recipe of {folder} now makes another configuration: {_words(changed)}; the code that it imports has "
@@ -265,7 +271,8 @@ def recording_file(run: Path) -> Path:
 def replayed(config: Any, file: Path) -> Any:
     """The configuration with the environment and the generator replaced by a recording.
 
-    Raises ValueError for a loop that samples no rollouts, for more steps than were recorded, for a file that is not a recording, and for a recording of another tokenizer.
+    Raises ValueError for a loop that samples no rollouts, for more steps than were recorded, for a file that is not a
+    recording, and for a recording of another tokenizer.
     """
     missing = [name for name in _NEEDED if not hasattr(config, name)]
     if missing:

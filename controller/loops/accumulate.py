@@ -1,8 +1,7 @@
 """GRPO over as many rollout batches as it takes: a step samples until enough tokens have an advantage.
 
 Copy this page to write your own loop. Gradients add up over batches of unknown size and are divided once, by the number
-of tokens there turned out to be. The learning rate is lowered after a step that moved the policy further than
-`kl_target`.
+of tokens there turned out to be. The learning rate falls after a step that moved the policy further than `kl_target`.
 """
 
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from controller.runs import Console, GroupLoopConfig, Loop, RolloutSource, Run, 
 from rl.advantages import kl_from_generator
 from rl.algorithms.metrics import merge_outputs
 from rl.checks import check_above_zero
-from rl.losses import token_mean
 from rl.rollouts.episodes import groups_to_data
 from rl.schedules import adapted_to_kl, constant, warmup
 from rl.types import Datum, ForwardBackwardOutput, Group
@@ -42,7 +40,7 @@ class AccumulateConfig(GroupLoopConfig):
 
 async def train(config: AccumulateConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
-    run = Run(config, folder, console)
+    run, limit = Run(config, folder, console), config.sampling.max_tokens
     source, advantage = RolloutSource(config, run.phase, run.began, run.data), config.advantage_function
     highest = warmup(constant(config.learning_rate), config.warmup_steps)
     run.phase("starting trainer and generator")
@@ -64,13 +62,15 @@ async def train(config: AccumulateConfig, folder: RunFolder, console: Console) -
                     data = await groups_to_data(new, advantage)
                 if data:
                     with clock("forward_backward"):
-                        outputs.append(await trainer.forward_backward(data, config.loss, config.loss_config))
+                        part, _ = config.normalised(data, length=limit)
+                        outputs.append(await trainer.forward_backward(part, config.loss, config.loss_config))
                 groups, batch = groups + new, batch + data
                 if sum(datum.num_loss_tokens for datum in batch) >= config.tokens_per_step:
                     break
             if batch:
                 with clock("optim_step"):
-                    update = await trainer.optim_step(config.optim(learning_rate), grad_scale=token_mean(batch))
+                    _, scale = config.normalised(batch, length=limit)
+                    update = await trainer.optim_step(config.optim(learning_rate), scale)
                 with clock("forward"):
                     latest = batch[-len(outputs[-1].logprobs) :]
                     kl = kl_from_generator(latest, (await trainer.forward(latest)).logprobs)
@@ -85,7 +85,6 @@ async def train(config: AccumulateConfig, folder: RunFolder, console: Console) -
             else:
                 run.end_step_without_update(groups)
             await run.checkpoint_if_due(learning_rate=learning_rate)
-
         await run.evaluate_last(source.evaluate, generator)
         await trainer.export_hf(run.model_dir)
     run.finish()

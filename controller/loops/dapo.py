@@ -1,7 +1,7 @@
 """DAPO (https://arxiv.org/abs/2503.14476): GRPO that samples more prompts until a step has enough groups with a signal.
 
 Copy this page to write your own loop. Of the paper's four parts, `sample_with_signal` is dynamic sampling, which sees
-the environment's rewards; a completion that the token limit cut off is then punished softly or left out; `token_mean`
+the environment's rewards; a completion that the token limit cut off is then punished softly or left out; `normalised`
 averages the loss over tokens; and the recipe's loss is `ppo` with a higher upper clip. Each batch is learned from once,
 so the clip only acts on the mismatch between trainer and generator.
 """
@@ -12,7 +12,6 @@ from controller.launching.launcher import launch
 from controller.runs import Console, GroupLoopConfig, Loop, RolloutSource, Run, RunFolder
 from rl.algorithms.shaping import not_truncated, sample_with_signal, shape_rewards, soft_overlong_punishment
 from rl.checks import check_at_least
-from rl.losses import token_mean
 from rl.rollouts.episodes import groups_to_data
 from rl.schedules import constant, warmup
 from rl.types import Group
@@ -48,7 +47,7 @@ async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None
     punishment = soft_overlong_punishment(config.sampling.max_tokens, config.overlong_cache or 1)
 
     async def sample(start: int, count: int) -> list[Group]:
-        return await source.sample_problems(generator, run.data.take(count), count, config.group_size)
+        return await source.sample_problems(generator, start, count, config.group_size)
 
     def shaped(groups: tuple[Group, ...]) -> list[Group]:
         return [shape_rewards(group, punishment) for group in groups] if config.overlong_cache else [*groups]
@@ -63,15 +62,17 @@ async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None
             await run.evaluate_if_due(step - 1, source.evaluate, generator)
             clock = run.begin_step(step)
             with clock("generate"):
-                sampled = await sample_with_signal(sample, 0, config.prompts_per_step, config.max_rounds)
+                sampled = await sample_with_signal(sample, run.data.next, config.prompts_per_step, config.max_rounds)
+            run.data.take(len(sampled.all))
             keep = (lambda _: True) if config.overlong_cache else not_truncated
             kept = shaped(sampled.with_signal)  # after the filter: a punishment alone is no signal
             batch = await groups_to_data(kept, advantage, keep=keep)
             if batch:
                 with clock("forward_backward"):
-                    output = await trainer.forward_backward(batch, config.loss, config.loss_config)
+                    data, scale = config.normalised(batch)
+                    output = await trainer.forward_backward(data, config.loss, config.loss_config)
                 with clock("optim_step"):
-                    update = await trainer.optim_step(config.optim(learning_rate(step - 1)), token_mean(batch))
+                    update = await trainer.optim_step(config.optim(learning_rate(step - 1)), scale)
                 with clock("push"):
                     version = await trainer.push_model_state_dict()
                 await run.evaluated()

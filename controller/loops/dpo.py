@@ -53,11 +53,8 @@ async def train(config: DPOConfig, folder: RunFolder, console: Console) -> None:
     to_data = functools.partial(loss.data, Renderer(model, date=run.began), max_tokens=limit)
     check_texts_fit(limit, model, eval_data := to_data(config.data.eval_preferences(config.num_eval)))
 
-    first, start = run.data.step + 1, run.data.next
-
     def training_data(step: int) -> list[Datum]:
-        place = start + (step - first) * per_step  # steps before the first one are behind a fork or a resumed run
-        return to_data(config.data.train_preferences(config.seed, place, per_step)) if step >= first else []
+        return to_data(config.data.train_preferences(config.seed, run.data.start_of(step, per_step), per_step))
 
     async def evaluate(step: int) -> None:
         run.log_measurements(step, **loss.measure(await pairs.score_pairs(trainer, eval_data, eval_reference)))
@@ -65,20 +62,19 @@ async def train(config: DPOConfig, folder: RunFolder, console: Console) -> None:
     run.phase("starting trainer")
     async with Launcher(run.log_dir, config.hosts) as launcher:
         trainer = await launcher.trainer(model, config.trainer)
-        numbers = run.counted("scoring every pair with the reference", range(config.num_steps + 1))
-        batches, file = (training_data(step) if step else eval_data for step in numbers), folder.path / "reference.json"
+        numbers, file = run.counted("scoring every pair", range(config.num_steps + 1)), folder.path / "reference.json"
+        batches = (training_data(step) if step else eval_data for step in numbers)
         eval_reference, *reference = await pairs.reference_logprobs(trainer, batches, file, loss)
         async with run.steps(policy=trainer) as steps:
             for step in steps:
                 if (step - 1) % config.evaluate_every == 0:
                     await evaluate(step - 1)
-                clock = run.begin_step(step)
+                clock, _ = run.begin_step(step), run.data.take(per_step)
                 with clock("pack"):
-                    batch, frozen = training_data(step), reference[step - 1]
-                run.data.take(per_step)
+                    batch = training_data(step)
                 if batch:
                     with clock("forward"):
-                        scored = await pairs.score_pairs(trainer, batch, frozen)
+                        scored = await pairs.score_pairs(trainer, batch, reference[step - 1])
                     with clock("forward_backward"):
                         losses, slopes = loss(scored)
                         output = await trainer.forward_backward(pairs.weight_pairs(batch, slopes), loss.token_loss)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from controller.launching.launcher import launch
 from controller.runs import Console, GroupLoopConfig, Loop, RolloutSource, Run, RunFolder
-from rl.algorithms.metrics import num_completion_tokens
 from rl.rollouts.episodes import groups_to_data
 from rl.schedules import constant, warmup
 
@@ -41,10 +40,11 @@ async def train(config: GRPOConfig, folder: RunFolder, console: Console) -> None
             batch = await groups_to_data(groups, advantage)
             if batch:
                 with clock("forward_backward"):
-                    output = await trainer.forward_backward(batch, config.loss, config.loss_config)
+                    data, scale = config.normalised(batch, groups)
+                    output = await trainer.forward_backward(data, config.loss, config.loss_config)
                 with clock("optim_step"):
                     params = config.optim(learning_rate(step - 1))
-                    update = await trainer.optim_step(params, grad_scale=1 / num_completion_tokens(groups))
+                    update = await trainer.optim_step(params, grad_scale=scale)
                 with clock("push"):
                     version = await trainer.push_model_state_dict()
                 await run.evaluated()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from controller.launching.launcher import launch
 from controller.loops.grpo import GRPOConfig
 from controller.runs import Console, Loop, LossConfig, RolloutSource, Run, RunFolder
-from rl.algorithms.metrics import num_completion_tokens, policy_staleness
+from rl.algorithms.metrics import policy_staleness
 from rl.checks import check_at_least
 from rl.rollouts.episodes import groups_to_data
 from rl.rollouts.queue import RolloutQueue
@@ -57,9 +57,7 @@ async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) ->
         version = await trainer.push_model_state_dict()
         await generator.pull_model_state_dict(version)
         restored, per_step = source.restored(run.restored), config.prompts_per_step
-        queue = RolloutQueue(
-            sample_group, steps.remaining, per_step, config.max_staleness, restored, source.sampled_as
-        )
+        queue = RolloutQueue(sample_group, steps.remaining, per_step, config.max_staleness, restored, source.sampled_as)
         async with queue as rollouts:
             for step in steps:
                 await run.evaluate_if_due(step - 1, source.evaluate, generator)
@@ -69,10 +67,11 @@ async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) ->
                 batch = await groups_to_data(groups, advantage)
                 if batch:
                     with clock("forward_backward"):
-                        output = await trainer.forward_backward(batch, config.loss, config.loss_config)
+                        data, scale = config.normalised(batch, groups)
+                        output = await trainer.forward_backward(data, config.loss, config.loss_config)
                     with clock("optim_step"):
                         params = config.optim(learning_rate(step - 1))
-                        update = await trainer.optim_step(params, grad_scale=1 / num_completion_tokens(groups))
+                        update = await trainer.optim_step(params, grad_scale=scale)
                     staleness = policy_staleness(groups, version)
                     with clock("push"):
                         version = await trainer.push_model_state_dict()

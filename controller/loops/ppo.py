@@ -64,7 +64,7 @@ async def train(config: PPOConfig, folder: RunFolder, console: Console) -> None:
                     with clock("forward"):
                         sampled, values, frozen = await scored(sampled, trainer, critic, reference, config.loss_config)
                     batch, metrics = ppo_advantages(sampled, rewards, values, frozen, config.ppo)
-                    outputs, updates = list[tuple[ForwardBackwardOutput, ...]](), list[OptimStepOutput]()
+                    outputs, updates = list[tuple[ForwardBackwardOutput, ...]](), list[tuple[OptimStepOutput, ...]]()
                     for part in (parts := minibatches(batch, config.ppo, (config.seed, step))):
                         with clock("forward_backward"):
                             policy_step = trainer.forward_backward(part, "ppo", config.loss_config)
@@ -73,14 +73,15 @@ async def train(config: PPOConfig, folder: RunFolder, console: Console) -> None:
                         with clock("optim_step"):
                             policy_step = trainer.optim_step(config.optim(learning_rate(step - 1)), token_mean(part))
                             critic_step = critic.optim_step(config.optim(config.critic_learning_rate), token_mean(part))
-                            updates.append((await asyncio.gather(policy_step, critic_step))[0])
+                            updates.append(await asyncio.gather(policy_step, critic_step))
                     with clock("push"):
                         version = await trainer.push_model_state_dict()
                     await run.evaluated()
                     with clock("pull"):
                         await generator.pull_model_state_dict(version)
                     learned, output, losses = merge_minibatches(parts, outputs)
-                    run.end_step(groups, learned, output, updates[-1], metrics | losses)
+                    of_policy, of_critic = zip(*updates, strict=True)
+                    run.end_step(groups, learned, output, of_policy, metrics | losses, critic=of_critic)
                 else:
                     run.end_step_without_update(groups, why="no rollout has a sampled token")
                 await run.checkpoint_if_due()

@@ -73,6 +73,14 @@ class DataPosition:
         self.next, self.taken = start + count, self.taken + count
         return start
 
+    def start_of(self, step: int, count: int) -> int:
+        """The number of the first item of the step under way or of a later one, if they all take `count` items.
+
+        That of an earlier one is right if it took as many; it is at least 0.
+        """
+        begun = self.next - self.taken
+        return max(begun + (step - self.step - (self.taken == 0)) * count, 0)
+
 
 _SIZES = ("examples_per_step", "pairs_per_step", "prompts_per_step")
 _BATCHES_OF_ACCUMULATE = 16
@@ -98,8 +106,8 @@ def check_position(loop: Mapping[str, Any], before: Mapping[str, Any], after: Ma
     changed = [name for name in (*_SIZES, "group_size") if before.get(name) != after.get(name)]
     if "position" not in loop and changed:
         raise ValueError(
-            f"{changed[0]} is {after.get(changed[0])}, and {before.get(changed[0])} in the checkpoint, which an earlier "
-            "version wrote without its place in the data; keep it, or begin a new run"
+            f"{changed[0]} is {after.get(changed[0])} and was {before.get(changed[0])}; an earlier version wrote the "
+            "checkpoint without its place in the data, so keep it or begin a new run"
         )
 
 
@@ -306,7 +314,7 @@ class Checkpoints:
         if self._log.skipped_in_a_row >= _MAX_SKIPS_IN_A_ROW:
             return (
                 f"The gradient was not finite {_MAX_SKIPS_IN_A_ROW} steps in a row, up to step {step}; the parameters "
-                "are as they were before. A lower learning rate or a smaller grad_clip_norm may help."
+                "are as they were before such an update. A lower learning rate or a smaller grad_clip_norm may help."
             )
         if self._log.without_signal_in_a_row >= _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW:
             why = self._log.why_without_signal

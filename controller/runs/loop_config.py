@@ -1,6 +1,6 @@
 """The configuration fields that loops share. Each loop adds its own."""
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -10,13 +10,14 @@ from controller.runs.folder import RunFolder
 from controller.runs.observers import check_observers
 from generator.config import GeneratorConfig, LoRALimits
 from rl.advantages import Rewards, all_advantages
+from rl.algorithms.metrics import num_completion_tokens
 from rl.checks import check_above_zero, check_at_least, check_between, check_known, check_types
 from rl.lora import LoRAConfig
-from rl.losses import get_loss
+from rl.losses import constant_length, get_loss, sequences_alike, token_mean
 from rl.protocols import Env
 from rl.rollouts.episodes import check_sampled_distribution
 from rl.rollouts.guard import require_env
-from rl.types import MAX_RUN_SEED, AdamParams, MuonParams, PathOrName, Placement, SamplingParams
+from rl.types import MAX_RUN_SEED, AdamParams, Datum, Group, MuonParams, PathOrName, Placement, SamplingParams
 from trainer.config import TrainerConfig
 
 Loop: TypeAlias = Callable[[Any, RunFolder, Console], Coroutine[Any, Any, None]]
@@ -225,6 +226,9 @@ class GroupLoopConfig(RolloutLoopConfig):
     """A name that `ownloop list --losses` shows, or a function as "module:function"."""
     loss_config: LossConfig = field(default_factory=dict[str, float | str])
     """The loss's options, and the options that all policy losses share (`rl.losses.shared`), by name."""
+    normaliser: Literal["paper", "tokens", "sequences", "constant"] = "paper"
+    """What the loss's sum is divided by: as its paper does, or so that tokens or sequences weigh alike, or that the
+    length of a completion plays no part: the number of sequences x `sampling.max_tokens`."""
     loss_inputs = ("logprobs", "advantages")
     """What the loop's datums hold for the loss. A loop that adds others, such as `old_logprobs`, names them too."""
 
@@ -234,6 +238,23 @@ class GroupLoopConfig(RolloutLoopConfig):
         check_at_least(2, group_size=self.group_size)
         check_known("advantage", self.advantage, all_advantages(), "advantages")
         get_loss(self.loss, self.loss_config).check_inputs(self.loss_inputs)
+
+    def normalised(
+        self, batch: Sequence[Datum], groups: Sequence[Group] = (), length: float | None = None
+    ) -> tuple[Sequence[Datum], float]:
+        """The batch to compute gradients of, and the `grad_scale`.
+
+        Tokens and sequences are counted in `groups`, or else in the batch. Where sequences weigh alike, each counts as
+        one of `length` tokens, by default the batch's mean; batches of one step need the same.
+        """
+        kind = get_loss(self.loss, self.loss_config).normaliser if self.normaliser == "paper" else self.normaliser
+        num_sequences = sum(len(group.rollouts) for group in groups) or len(batch)
+        if kind == "constant":
+            return batch, constant_length(num_sequences, self.sampling.max_tokens)
+        if kind == "tokens":
+            return batch, 1 / num_completion_tokens(groups) if groups else token_mean(batch)
+        length = length or 1 / (token_mean(batch) * len(batch))
+        return sequences_alike(batch, length), 1 / (num_sequences * length)
 
     @property
     def advantage_function(self) -> Callable[..., Rewards]:

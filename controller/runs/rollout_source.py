@@ -72,8 +72,8 @@ class RolloutSource:
     async def sample_problems(self, generator: Generator, start: int, count: int, num_samples: int) -> list[Group]:
         """Groups of the problems `start` to `start + count - 1` of the training stream, `num_samples` rollouts each.
 
-        For loops that need a different number of problems at each step, and take `start` from `Run.data`. Seeds follow from the run's seed and the
-        problem's number.
+        For loops that need a different number of problems at each step, and take `start` from `Run.data`. Seeds follow
+        from the run's seed and the problem's number.
         """
         seed = step_seed(self._config.seed, 0) + start * num_samples
         return await self._groups(generator, start, count, num_samples, seed)
@@ -93,7 +93,7 @@ class RolloutSource:
         if self._recording is not None:
             step, first = divmod(start, self._config.prompts_per_step)
             if self._data is not None:
-                step, first = self._data.step - 1, self._data.taken - count
+                step, first = self._data.step - 1, self._data.taken + start - self._data.next
             return [self.renderer.read_again(group) for group in self._recording.train_groups(step + 1, first, count)]
         problems = self._config.env.train_problems(self._config.seed, start, count)
         self.problems = {problem.id: problem for problem in problems}

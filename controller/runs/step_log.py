@@ -12,7 +12,15 @@ from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.metric_rows import metric_rows
 from controller.runs.observers import Observers
-from rl.algorithms.metrics import PhaseClock, logprob_mismatch, loss_metrics, num_completion_tokens, rollout_metrics
+from rl.algorithms.metrics import (
+    PhaseClock,
+    logprob_mismatch,
+    loss_metrics,
+    num_completion_tokens,
+    num_skipped,
+    rollout_metrics,
+    update_metrics,
+)
 from rl.rollouts.evaluation import Evaluation, Interval, Measurement
 from rl.system.timeline import collect_gauges, show_progress_with
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
@@ -54,7 +62,7 @@ class StepLog:
         self._last_groups: Sequence[Group] = ()
         self._shown_frames = {""}
         self.skipped_in_a_row = 0
-        """Number of latest optimizer steps that the trainer skipped, all in a row, because of a non-finite gradient."""
+        """Number of latest steps, all in a row, with an update that was skipped because of a non-finite gradient."""
         self.without_signal_in_a_row = 0
         """Number of latest steps, all in a row, that had nothing to learn from."""
         self.solved_in_a_row = 0
@@ -89,17 +97,24 @@ class StepLog:
         groups: Sequence[Group],
         batch: Sequence[Datum],
         output: ForwardBackwardOutput,
-        update: OptimStepOutput,
+        updates: Sequence[OptimStepOutput],
         metrics: Mapping[str, float] | None = None,
+        others: Mapping[str, Sequence[OptimStepOutput]] | None = None,
     ) -> None:
         """Records a finished step: the sampled groups, if any, the batch trained on, and what the trainer answered.
 
-        `metrics` are the loop's own. They replace metrics of the same name.
+        `updates` are the policy's, one or more; `others` those of further models, by name. `metrics` are the
+        loop's own. They replace metrics of the same name.
         """
         training_s = clock.seconds("forward_backward") + clock.seconds("optim_step")
         generation_s = clock.seconds("generate")
-        if update.skipped:
-            self._console.warn(f"step {step} was skipped: its gradient norm is {update.grad_norm}")
+        norms = dict[str, float]()
+        for name, made in {"": updates, **(others or {})}.items():
+            norms |= (found := update_metrics(made, name))
+            if number := num_skipped(found):
+                which = f"{number:.0f} of {len(made)} updates of the {name or 'policy'}"
+                norm = next(iter(found.values()))
+                self._console.warn(f"step {step}: {which} were skipped: the gradient norm is {norm}")
         sampled_tokens = num_completion_tokens(groups)
         self._write_step(
             step,
@@ -108,11 +123,10 @@ class StepLog:
                 **(rollout_metrics(groups) if groups else {}),
                 "loss": output.metrics["loss"] / (sampled_tokens or output.metrics["num_loss_tokens"] or 1),
                 **loss_metrics(output.metrics),
-                **update.metrics,
-                "grad_norm": update.grad_norm,
-                "learning_rate": update.learning_rate,
-                "policy_version": float(update.policy_version),
-                "skipped": float(update.skipped),
+                **updates[-1].metrics,
+                **norms,
+                "learning_rate": updates[-1].learning_rate,
+                "policy_version": float(updates[-1].policy_version),
                 **logprob_mismatch(batch, output),
                 **({"generation_tokens_per_s": sampled_tokens / generation_s} if generation_s else {}),
                 "training_tokens_per_s": sum(len(datum.tokens) for datum in batch) / training_s,
@@ -187,15 +201,16 @@ class StepLog:
         changes: list[str] = []
         for name, last in self._last_measurements.items():
             first = self._first_measurements[name]
-            size = f"{len(last.values)} items"
-            changes.append(_change(name, first.interval, last.interval, last.change_since(first), size))
+            change = None if first is last else last.change_since(first)
+            changes.append(_change(name, first.interval, last.interval, change, f"{len(last.values)} items"))
         first, last = self._first_evaluation, self._last_evaluation
         if first is not None and last is not None:
-            size = f"{len(last.groups)} problems"
-            changes.append(_change("reward", first.reward, last.reward, last.gain_over(first), size))
+            change = None if first is last else last.gain_over(first)
+            changes.append(_change("reward", first.reward, last.reward, change, f"{len(last.groups)} problems"))
         solved = "" if self.solved_at is None else f"Solved at step {self.solved_at}. "
         # A resumed run only knows the evaluations since it was resumed.
-        subject = f"Since step {self._first_step}, held-out" if self._first_step else "Held-out"
+        one = first is last and all(self._first_measurements[name] is m for name, m in self._last_measurements.items())
+        subject = f"Since step {self._first_step}, held-out" if self._first_step and not one else "Held-out"
         return f"{solved}{subject} {'; '.join(changes)} {took}." if changes else f"{solved}Finished {took}."
 
     def _write_step(self, step: int, groups: Sequence[Group], metrics: dict[str, float]) -> None:
@@ -215,7 +230,7 @@ class StepLog:
         """
         if "skipped" in row:
             self.without_signal_in_a_row = self.solved_in_a_row = 0
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if row["skipped"] else 0
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if num_skipped(row) else 0
         elif "seconds_step" in row:
             self.without_signal_in_a_row += 1
             # No reward is above the best one, so a mean that equals it says that all rewards do.
@@ -239,8 +254,10 @@ def _label(step: int) -> str:
     return "before training" if step == 0 else f"after {step} step{'s' * (step != 1)}"
 
 
-def _change(name: str, first: Interval, last: Interval, change: Interval, size: str) -> str:
-    """How a held-out number changed, in words; `size` is that of the held-out data."""
+def _change(name: str, first: Interval, last: Interval, change: Interval | None, size: str) -> str:
+    """How a held-out number changed, in words, or what it is if it was measured once; `size` is that of the data."""
+    if change is None:
+        return f"{name.replace('_', ' ')} is {last.mean:.3f} (95 % interval [{last.low:.3f}, {last.high:.3f}], {size})"
     return (
         f"{name.replace('_', ' ')} went from {first.mean:.3f} to {last.mean:.3f} "
         f"(change {change.mean:+.3f}, 95 % interval [{change.low:+.3f}, {change.high:+.3f}], {size})"

@@ -170,14 +170,17 @@ class Run:
         groups: Sequence[Group],
         batch: Sequence[Datum],
         output: ForwardBackwardOutput,
-        update: OptimStepOutput,
+        update: OptimStepOutput | Sequence[OptimStepOutput],
         metrics: Mapping[str, float] | None = None,
+        **others: Sequence[OptimStepOutput],
     ) -> None:
         """Records a finished step: the sampled groups, if any, the batch trained on, and what the trainer answered.
 
-        `metrics` are the loop's own. They replace metrics of the same name.
+        `update` is the policy's, or one for each minibatch; `others` are those of further models, by name. `metrics`
+        are the loop's own. They replace metrics of the same name.
         """
-        self._log.step(self.data.step, self._clock, groups, batch, output, update, metrics)
+        updates = [update] if isinstance(update, OptimStepOutput) else update
+        self._log.step(self.data.step, self._clock, groups, batch, output, updates, metrics, others)
 
     def end_step_without_update(self, groups: Sequence[Group] = (), why: str = EQUAL_REWARDS) -> None:
         """Records a step that had nothing to learn from, and why."""

@@ -12,7 +12,7 @@ from rl.data.batching import merge_metrics
 from rl.losses import RESERVED_METRICS
 from rl.losses.shared import MAX_LOG_RATIO
 from rl.system.timeline import CONTROLLER, span
-from rl.types import REPORTED_WEIGHT, Datum, ForwardBackwardOutput, Group
+from rl.types import REPORTED_WEIGHT, Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
 Array = NDArray[np.float32]
 _DATUMS_AT_ONCE = 32
@@ -158,6 +158,21 @@ def _joined(parts: Sequence[tuple[Array, ...] | None]) -> tuple[Array, ...] | No
             return None
         arrays += part
     return tuple(arrays)
+
+
+def update_metrics(updates: Sequence[OptimStepOutput], model: str = "") -> dict[str, float]:
+    """What the updates of one model in a step did; the names begin with `model`, unless it is the policy.
+
+    `skipped` counts them. `grad_norm` is the last update's, or that of the first which was skipped.
+    """
+    skipped = [update for update in updates if update.skipped]
+    prefix, shown = f"{model}_" if model else "", (*skipped, updates[-1])[0]
+    return {f"{prefix}grad_norm": shown.grad_norm, f"{prefix}skipped": float(len(skipped))}
+
+
+def num_skipped(row: Mapping[str, float]) -> float:
+    """How many updates of all models were skipped in a step, of which `row` has the metrics."""
+    return sum(value for name, value in row.items() if name == "skipped" or name.endswith("_skipped"))
 
 
 def loss_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

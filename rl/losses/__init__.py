@@ -3,7 +3,7 @@
 A loss is a pure function of log-probs or values, with options that are checked before any rank computes. It sees no
 model, no batch layout and no rank. It returns a sum over tokens, never a mean; the loop chooses the normaliser at
 `optim_step`, and can do so after all rollout batches of a step are known: `token_mean`, `constant_length` and
-`sequence_mean` return the `grad_scale`.
+`sequence_mean` return the `grad_scale`. `Loss.normaliser` says which of them the loss's paper has.
 
 To add a loss, write a function in `functions.py` and add a row to `LOSSES`. A plug-in brings losses as
 `rl.algorithms.Algorithms`. This package imports torch only for type checking, because the controller, which checks
@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Generator, Hashable, Mapping, 
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 from weakref import WeakSet
 
 from rl.algorithms import Algorithms
@@ -49,7 +49,19 @@ from rl.types import MAX_FLOAT32, Datum, Head
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LOSSES", "Loss", "LossInputs", "all_losses", "constant_length", "get_loss", "sequence_mean", "token_mean"]
+__all__ = [
+    "LOSSES",
+    "Loss",
+    "LossInputs",
+    "all_losses",
+    "constant_length",
+    "get_loss",
+    "sequence_mean",
+    "sequences_alike",
+    "token_mean",
+]
+Normaliser = Literal["tokens", "sequences", "constant"]
+"""A mean over tokens, a mean over sequences of their means over tokens, or a division by what no length enters."""
 RESERVED_METRICS = frozenset(
     {"loss", "num_loss_tokens", "memory_peak_bytes_max", "seconds_engine_max", "model_flops", "peak_flops"}
 )
@@ -73,6 +85,8 @@ class Loss:
 
     name: str
     function: LossFunction
+    normaliser: Normaliser = "tokens"
+    """What its paper divides the sum by, and a recipe too unless it names another."""
     required_inputs: tuple[str, ...] = ()
     """Names besides `target_tokens` that every datum's `loss_inputs` must hold, given the options that are set."""
     head: Head | None = "lm"
@@ -245,7 +259,14 @@ LOSSES: Mapping[str, Loss] = {
         Loss(name="cispo", function=cispo, required_inputs=_INPUTS, takes=_OPTIONS, clips=True),
         # DRO has no importance ratio that a correction could change.
         Loss(name="dro", function=dro, required_inputs=_INPUTS, takes=(*KL_OPTIONS, *TERM_OPTIONS)),
-        Loss(name="gspo", function=gspo, required_inputs=_INPUTS, takes=_OPTIONS, clips=True),
+        Loss(
+            name="gspo",
+            function=gspo,
+            normaliser="sequences",
+            required_inputs=_INPUTS,
+            takes=_OPTIONS,
+            clips=True,
+        ),
         Loss(name="value", function=value_loss, required_inputs=("old_values", "returns"), head="value"),
     )
 }
@@ -329,7 +350,15 @@ def sequence_mean(batch: Sequence[Datum]) -> tuple[list[Datum], float]:
     """
     if len(batch) == 0:
         raise ValueError("sequence_mean was given an empty batch; there is nothing to average over")
-    return [datum.weighted(1 / max(datum.num_loss_tokens, 1)) for datum in batch], 1 / len(batch)
+    return sequences_alike(batch, 1.0), 1 / len(batch)
+
+
+def sequences_alike(batch: Sequence[Datum], length: float) -> list[Datum]:
+    """The batch with each datum's weights multiplied by `length` / (its number of scored tokens).
+
+    The sum is then that of sequences which all have `length` tokens, so every one of them counts the same.
+    """
+    return [datum.weighted(length / max(datum.num_loss_tokens, 1)) for datum in batch]
 
 
 def _check_value(loss: str, name: str, value: object, default: object) -> None:

@@ -70,9 +70,9 @@ async def train(config: AgentConfig, folder: RunFolder, console: Console) -> Non
             record_sessions(folder, step, groups)  # in the background, before the update can fail
             if batch:  # empty if no task had two different rewards
                 with clock("forward_backward"):
-                    output = await trainer.forward_backward(batch, config.loss, config.loss_config)
+                    data, scale = config.normalised(batch)  # of all sessions
+                    output = await trainer.forward_backward(data, config.loss, config.loss_config)
                 with clock("optim_step"):
-                    scale = 1 / sum(datum.num_loss_tokens for datum in batch)  # the mean over tokens of all sessions
                     update = await trainer.optim_step(config.optim(learning_rate(step - 1)), grad_scale=scale)
                 with clock("push"):
                     version = await trainer.push_model_state_dict()

@@ -18,6 +18,7 @@ from controller.runs.folder import RunFolder
 from controller.runs.metric_rows import Row, metric_rows
 from controller.runs.observers import Observer
 from ownloop_report.comparison import t_quantile
+from rl.algorithms.metrics import num_skipped
 from rl.system.disk import write_whole
 from rl.system.hardware import hand_back_garbage
 
@@ -228,5 +229,5 @@ class _Thinned:
 def _kind(row: Row) -> str:
     if "seconds_step" not in row:
         return "evaluation"
-    warned = row.get("skipped") or not math.isfinite(row.get("loss", 0.0)) or row.get("env_failures")
+    warned = num_skipped(row) or not math.isfinite(row.get("loss", 0.0)) or row.get("env_failures")
     return "warned" if warned else "step"

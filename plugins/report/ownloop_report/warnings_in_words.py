@@ -14,6 +14,7 @@ from typing import Any, cast
 import pyarrow.parquet as pq
 
 from controller.runs.recording import TRAINING, recorded_steps, recording_of
+from rl.algorithms.metrics import num_skipped
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -51,7 +52,7 @@ def warnings_of(rows: Rows, rollouts: Path) -> list[Warned]:
 
 def _not_finite(rows: Rows, rollouts: Path) -> str | None:
     del rollouts
-    steps = [int(row["step"]) for row in rows if row.get("skipped") or not math.isfinite(row.get("loss", 0.0))]
+    steps = [int(row["step"]) for row in rows if num_skipped(row) or not math.isfinite(row.get("loss", 0.0))]
     return (
         f"{len(steps)} steps had a gradient or loss that was not finite, the first is step {steps[0]}"
         if steps

@@ -2,7 +2,7 @@
 
 `published.py` holds them, so that `--loss NAME` and `get_loss` find them. The legend is that of `functions.py`:
 S scored positions, p, q, r = exp(p - q), A and w. W = exp(sum over the sequence of p - q) is the ratio of a whole
-sequence. A mean over sequences needs the normaliser `sequence_mean`, as with `gspo`.
+sequence.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def luspo(
 ) -> tuple[Tensor, Metrics]:
     """`gspo` with each sequence's term times its length, so that long answers are not discounted.
 
-    `gspo` sums its terms over tokens, which is that product; so only the normaliser differs: one that no length enters,
-    `constant_length`. Length-unbiased sequence policy optimization, https://arxiv.org/abs/2602.05261.
+    `gspo` sums its terms over tokens, which is that product; so only the normaliser differs: one that no length enters.
+    Length-unbiased sequence policy optimization, https://arxiv.org/abs/2602.05261.
     """
     return gspo(
         logprobs, entropy, inputs, clip_low_threshold=clip_low_threshold, clip_high_threshold=clip_high_threshold
@@ -221,6 +221,7 @@ def clip_cov(
     `selected_fraction` of the batch's tokens are drawn at random from the tokens whose covariance, (q - mean)
     (A - mean), is between the two bounds. Clip-Cov, eqs. 10 and 11 of https://arxiv.org/abs/2505.22617. The controller
     draws them for the whole batch of a call, from q; the paper takes p, which is the same before a step's first update.
+    As in the authors' code it draws one token at least, if there is a candidate; `selected_tokens` says how many.
     """
     del selected_fraction, covariance_low, covariance_high  # `select_for_clip_cov` has used them
     selected = inputs[_SELECTED]
@@ -254,7 +255,7 @@ def select_for_clip_cov(batch: Sequence[Datum], options: Mapping[str, Any]) -> l
     """The batch with the input `selected`, as `clip_cov` describes. The same batch gets the same draw."""
     covariance = _covariance(batch)
     (candidates,) = np.nonzero((covariance >= options["covariance_low"]) & (covariance <= options["covariance_high"]))
-    count = min(int(options["selected_fraction"] * len(covariance)), len(candidates))
+    count = min(max(int(options["selected_fraction"] * len(covariance)), 1), len(candidates))
     draw = np.random.default_rng([*b"clip_cov", len(covariance), len(candidates)])
     return _with_selected(batch, draw.choice(candidates, count, replace=False))
 
@@ -336,9 +337,11 @@ def _policy_loss(function: LossFunction, **fields: Any) -> Loss:
 
 
 LOSSES: Mapping[str, Loss] = {
-    function.__name__: _policy_loss(function)
-    for function in (dppo_tv, dppo_kl, sapo, gmpo, vespo, luspo, m2po, kimi_k25)
+    function.__name__: _policy_loss(function) for function in (dppo_tv, dppo_kl, vespo, m2po, kimi_k25)
 } | {
+    "sapo": _policy_loss(sapo, normaliser="sequences"),
+    "gmpo": _policy_loss(gmpo, normaliser="sequences"),
+    "luspo": _policy_loss(luspo, normaliser="constant"),
     "clip_cov": _policy_loss(clip_cov, prepare=select_for_clip_cov),
     "kl_cov": _policy_loss(kl_cov, prepare=select_for_kl_cov),
     **{

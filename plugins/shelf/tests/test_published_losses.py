@@ -10,6 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from controller.commands.recipes import find_recipe, load_recipe
+from controller.runs import GroupLoopConfig
 from ownloop_shelf.published_losses import LOSSES
 from rl.losses import LossInputs, get_loss
 from rl.types import REPORTED_WEIGHT, Datum
@@ -309,6 +311,60 @@ def test_clip_cov_draws_among_the_covariances_in_its_range() -> None:
     assert covariance.min() >= 0.2
     assert covariance.max() <= 3.0
     assert first.tolist() == again.tolist()
+
+
+@pytest.mark.stranger("2.C2")
+def test_clip_cov_leaves_out_a_token_of_a_small_batch_too() -> None:
+    batch = _batch()
+    prepared = list(get_loss("clip_cov", {"covariance_low": 0.2, "covariance_high": 3.0}).prepared(batch))
+    assert sum(datum.num_loss_tokens for datum in batch) < 5000
+    assert _flat(prepared, "selected").sum() == 1
+
+
+SHARES = {"gspo": 0.5, "gmpo": 0.5, "sapo": 0.5, "luspo": 0.1, "ppo": 0.1, "cispo": 0.1, "importance_sampling": 0.1}
+
+
+@pytest.mark.stranger("2.C2")
+@pytest.mark.parametrize("loss", SHARES)
+def test_recipes_weigh_sequences_as_the_paper_does(loss: str) -> None:
+    recipe = load_recipe(find_recipe("grpo_smollm2_cpu"))
+    batch = [_sequence(1, 1.0), _sequence(9, 1.0), _sequence(4, 1.0)]
+    found = {name: _shares(replace(recipe, loss=loss, normaliser=name), batch[:2]) for name in NORMALISERS}
+    assert found["paper"][0] == pytest.approx(SHARES[loss])
+    assert [found[name][0] for name in ("tokens", "sequences", "constant")] == pytest.approx([0.1, 0.5, 0.1])
+    assert found["sequences"][1] == pytest.approx(1.0), "the mean of two sequences' means"
+    assert found["tokens"][1] == pytest.approx(1.0), "the mean over ten tokens"
+    assert found["constant"][1] == pytest.approx(10 / (2 * recipe.sampling.max_tokens))
+    whole, apart = (_gradients(recipe, batch, length=length, loss=loss) for length in (None, 7.0))
+    np.testing.assert_allclose(whole, apart, rtol=1e-6)
+
+
+NORMALISERS = ("paper", "tokens", "sequences", "constant")
+
+
+def _sequence(length: int, advantage: float) -> Datum:
+    arrays = {"logprobs": np.full(length, -1.0, np.float32), "advantages": np.full(length, advantage, np.float32)}
+    tokens = np.arange(length)
+    weights = np.ones(length, dtype=np.float32)
+    return Datum(tokens=tokens, loss_inputs={"target_tokens": tokens, "weights": weights, **arrays})
+
+
+def _gradients(config: GroupLoopConfig, batch: list[Datum], *, length: float | None, loss: str) -> list[float]:
+    """By how much each sequence's log-probs are raised by the step, summed over its tokens."""
+    data, scale = replace(config, loss=loss).normalised(batch, length=length)
+    sizes = [len(datum.tokens) for datum in data]
+    arrays = {name: torch.cat([torch.tensor(d.loss_inputs[name]) for d in data]) for name in data[0].loss_inputs}
+    index = torch.repeat_interleave(torch.arange(len(data)), torch.tensor(sizes))
+    logprobs = torch.full((sum(sizes),), -1.0, requires_grad=True)
+    get_loss(loss)(logprobs, None, LossInputs(arrays=arrays, datum_index=index, num_datums=len(data)))[0].backward()
+    assert logprobs.grad is not None
+    return [-scale * float(part.sum()) for part in logprobs.grad.split(sizes)]
+
+
+def _shares(config: GroupLoopConfig, batch: list[Datum]) -> tuple[float, float]:
+    """The first sequence's share of the gradient, and the whole gradient."""
+    first, second = _gradients(config, batch, length=None, loss=config.loss)
+    return first / (first + second), first + second
 
 
 @pytest.mark.parametrize("name", ["kl_cov", "clip_cov"])

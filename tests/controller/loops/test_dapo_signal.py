@@ -1,5 +1,6 @@
 """DAPO filters groups by the environment's rewards, and punishes long answers of those that it keeps."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from controller.processes.errors import TrainingStoppedError
 from controller.runs.folder import read_metrics
 from controller.runs.recording import RecordedEnv, read_recording
 from rl.advantages import has_signal
@@ -76,9 +78,7 @@ def _replayed(loop: str, tmp_path: Path, names: Sequence[str], **changes: Any) -
 
 @pytest.mark.stranger("2.C7")
 @pytest.mark.parametrize("loop", ["dapo", "accumulate"])
-def test_a_loop_that_samples_again_can_be_replayed(
-    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_that_samples_again_can_be_replayed(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_in_process(monkeypatch, tmp_path / "cache")
     changes: dict[str, Any] = {"max_rounds": 3} if loop == "dapo" else {"tokens_per_step": 300, "kl_target": 1e-3}
     run_loop(loop, tmp_path / "run", env=Solved(every=2), **changes)
@@ -86,3 +86,24 @@ def test_a_loop_that_samples_again_can_be_replayed(
     assert max(len(groups) for groups in read_recording(tmp_path / "run" / "rollouts").values()) > 4
     names = [name for name in steps[0] if name.split("_")[0] in ("grad", "loss", "reward", "groups", "kl", "rollout")]
     assert _replayed(loop, tmp_path, names, **changes) == [[row[name] for name in names] for row in steps]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Huge(EvenWords):
+    """Rewards that no critic can learn in float32."""
+
+    def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
+        """See `rl.protocols.Env`."""
+        return [replace(p, score=lambda text: 1e37) for p in EvenWords.train_problems(self, seed, start, count)]
+
+
+@pytest.mark.stranger("2.B5")
+def test_a_critic_whose_updates_are_skipped_is_counted_and_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch_in_process(monkeypatch, tmp_path / "cache")
+    with pytest.raises(TrainingStoppedError, match="gradient was not finite 3 steps in a row"):
+        run_loop("ppo", tmp_path / "run", env=Huge(), num_steps=8)
+    steps = _steps(tmp_path / "run")
+    assert all(row["critic_skipped"] > 0 and not math.isfinite(row["critic_grad_norm"]) for row in steps)
+    assert len(steps) == 3

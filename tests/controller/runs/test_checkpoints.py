@@ -216,7 +216,7 @@ def _step(step_log: StepLog, step: int, *, skipped: bool) -> None:
     batch = [Datum(tokens=tokens, loss_inputs={"target_tokens": tokens})]
     output = ForwardBackwardOutput(logprobs=(), entropy=None, metrics={"loss": 1.0, "num_loss_tokens": 1.0})
     update = OptimStepOutput(grad_norm=1.0, learning_rate=0.1, policy_version=step, skipped=skipped)
-    step_log.step(step, clock, (), batch, output, update)
+    step_log.step(step, clock, (), batch, output, [update])
 
 
 def test_what_is_counted_in_a_row_goes_on_with_the_run(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import io
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,7 @@ from generator.config import GeneratorConfig
 from rl.algorithms.metrics import PhaseClock
 from rl.envs.procedural import TextProblem
 from rl.rollouts.episodes import check_sampled_distribution, group_to_data
-from rl.rollouts.evaluation import Evaluation
+from rl.rollouts.evaluation import Evaluation, Measurement
 from rl.rollouts.rendering import Renderer
 from rl.tiny_models import tiny_llama
 from rl.types import ForwardBackwardOutput, Group, OptimStepOutput, SamplingParams
@@ -33,7 +34,17 @@ def _step_log(tmp_path: Path, **options: Any) -> tuple[StepLog, RunFolder, io.St
     return StepLog(folder, Console(stream), 10, **options), folder, stream
 
 
-def _step(step_log: StepLog, step: int, *, skipped: bool = False, **metrics: float) -> None:
+def _updates(step: int, skipped: str) -> list[OptimStepOutput]:
+    """One for each digit; a 1 is skipped."""
+    return [
+        OptimStepOutput(
+            policy_version=step, learning_rate=1e-3, grad_norm=math.nan if each == "1" else 1.5, skipped=each == "1"
+        )
+        for each in skipped
+    ]
+
+
+def _step(step_log: StepLog, step: int, *, skipped: str = "0", critic: str = "", **metrics: float) -> None:
     clock = PhaseClock()
     for phase in ("generate", "forward_backward", "optim_step"):
         with clock(phase):
@@ -44,9 +55,8 @@ def _step(step_log: StepLog, step: int, *, skipped: bool = False, **metrics: flo
         entropy=None,
         metrics={"loss": 6.0, "num_loss_tokens": 4.0, "clipped_tokens": 1.0, **metrics},
     )
-    norm = float("nan") if skipped else 1.5
-    update = OptimStepOutput(policy_version=step, learning_rate=1e-3, grad_norm=norm, skipped=skipped)
-    step_log.step(step, clock, [_group(1, 0)], batch, output, update)
+    others = {"critic": _updates(step, critic)} if critic else None
+    step_log.step(step, clock, [_group(1, 0)], batch, output, _updates(step, skipped), None, others)
 
 
 def test_a_step_is_written_and_shown(tmp_path: Path) -> None:
@@ -65,6 +75,22 @@ def test_a_step_is_written_and_shown(tmp_path: Path) -> None:
     assert rollouts[0]["turns"][0]["tokens"] == [ord("a"), ord("b")]
 
 
+@pytest.mark.stranger("2.B5")
+def test_skipped_updates_of_every_model_and_minibatch_are_counted(tmp_path: Path) -> None:
+    run_log, folder, stream = _step_log(tmp_path)
+    for step, (policy, critic) in enumerate([("010", "000"), ("000", "111"), ("000", "000")], start=1):
+        _step(run_log, step, skipped=policy, critic=critic)
+        assert run_log.skipped_in_a_row == (step if step < 3 else 0)
+    rows = folder.metrics()
+    assert [row["skipped"] for row in rows] == [1, 0, 0]
+    assert [row["critic_skipped"] for row in rows] == [0, 3, 0]
+    assert [math.isnan(row["grad_norm"]) for row in rows] == [True, False, False]
+    assert [math.isnan(row["critic_grad_norm"]) for row in rows] == [False, True, False]
+    shown = stream.getvalue()
+    assert "step 1: 1 of 3 updates of the policy were skipped: the gradient norm is nan" in shown
+    assert "step 2: 3 of 3 updates of the critic were skipped: the gradient norm is nan" in shown
+
+
 def test_a_batch_of_which_nothing_is_scored_is_written(tmp_path: Path) -> None:
     step_log, folder, _ = _step_log(tmp_path)
     clock = PhaseClock()
@@ -79,7 +105,7 @@ def test_a_batch_of_which_nothing_is_scored_is_written(tmp_path: Path) -> None:
         metrics={"loss": 0.0, "num_loss_tokens": 0.0},
     )
     update = OptimStepOutput(policy_version=1, learning_rate=1e-3, grad_norm=0.0, skipped=False)
-    step_log.step(1, clock, (), [silent], output, update)
+    step_log.step(1, clock, (), [silent], output, [update])
     (row,) = folder.metrics()
     assert (row["loss"], row["grad_norm"]) == (0.0, 0.0)
 
@@ -163,6 +189,18 @@ def test_the_last_sentence_of_a_resumed_run_says_since_when(tmp_path: Path) -> N
         step_log.evaluation(step, Evaluation(groups=tuple(_group(float(i < right)) for i in range(10))))
     step_log.finish()
     assert "Since step 4, held-out reward went from 0.300 to 0.900 (change +0.600" in stream.getvalue()
+
+
+@pytest.mark.stranger("2.C6")
+def test_what_was_measured_once_is_compared_with_nothing(tmp_path: Path) -> None:
+    step_log, _, stream = _step_log(tmp_path)
+    step_log.evaluation(8, Evaluation(groups=tuple(_group(float(i < 3)) for i in range(10))))
+    step_log.measurements(8, {"loss": Measurement(values=np.array([1.0, 3.0]), weights=np.ones(2))})
+    step_log.finish()
+    last = stream.getvalue().rstrip().splitlines()[-1]
+    assert last.startswith("Held-out loss is 2.000 (95 % interval [")
+    assert "; reward is 0.300 (95 % interval [" in last
+    assert "change" not in last
 
 
 def test_a_step_without_signal_is_said(tmp_path: Path) -> None:
