@@ -4,7 +4,8 @@ A request goes to a replica that knows the beginning of its prompt, such as the 
 the replica's prefix cache may still hold it; otherwise, or if that replica has 32 samples more in progress than the
 least busy one, to the replica with the fewest samples in progress. A replica that is pulling or down gets no requests.
 A replica that died is restarted, and serves again once it has pulled the current version of the model and every adapter
-that the router has pulled. If the restart fails, it is tried again after growing pauses, for some 10 minutes.
+that the router has pulled. If the restart fails, it is tried again after growing pauses, for some 10 minutes. If it
+fails because the trainer or the weight store is dead, requests that wait for it raise that error.
 
 Errors tell the router what happened: a `MeshError` means that the replica died or was killed because it hung, a
 `RequestTimeoutError` that it is slow, and every other error that the caller made a mistake.
@@ -262,6 +263,9 @@ class GeneratorRouter:
                     replica.error = error
                     print(f"{replica.generator.name} is down for good: {error}", flush=True)
                     break
+                if self._replicas.is_of_others(error):
+                    replica.error = error
+                    await self._replicas.notify()
                 pause_s, left = self._pauses_s[num_failures - 1], len(self._pauses_s) - num_failures
                 again = f"trying again in {pause_s:g} s (and {left} more times)"
                 print(f"{replica.generator.name} could not be restarted: {error}; {again}", flush=True)
@@ -277,6 +281,7 @@ class GeneratorRouter:
         replica.pulling = {None}
         replica.up = True
         await self._catch_up(replica)
+        replica.error = None
 
     async def _catch_up(self, replica: Replica) -> None:
         """Has a new generator pull what the other replicas have pulled, until it has all and no pull is in progress."""

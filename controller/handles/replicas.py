@@ -49,7 +49,7 @@ class Replica:
     missing: set[Policy] = field(default_factory=set[Policy])
     """The policies that it could not pull any more after a restart."""
     error: BaseException | None = None
-    """Why it is down for good; None while it may still be restarted."""
+    """Why nobody shall wait for it: it is down for good, or what it pulls from is dead."""
     restart: asyncio.Task[None] | None = None
 
     @property
@@ -85,10 +85,16 @@ class ReplicaSet(list[Replica]):
         nobody_serves = not any(replica.up for replica in self)
         return isinstance(error, HostsOverError) or (isinstance(error, HostLostError) and nobody_serves)
 
+    def is_of_others(self, error: BaseException) -> bool:
+        """Whether a generator could not be restarted because another mesh failed: the trainer, or the weight store."""
+        ours = {replica.generator.name for replica in self}
+        return isinstance(error, MeshError) and not isinstance(error, HostLostError) and error.mesh not in ours
+
     async def wait_for(self, fits: Callable[[Replica], bool], policy: Policy = None) -> list[Replica]:
         """The replicas that fit. Waits until there is one.
 
-        Raises `MeshError` if all are down for good, and `PolicyLostError` if none that is up can have the policy again.
+        Raises `MeshError` if all are down for good, or for as long as the trainer or the store is dead, whose error it
+        then is; and `PolicyLostError` if none that is up can have the policy again.
         """
         async with self._states_changed:
             while not (found := [replica for replica in self if fits(replica)]):
@@ -97,6 +103,8 @@ class ReplicaSet(list[Replica]):
                     raise PolicyLostError(f"policy is {policy!r}; a restarted generator found it no longer published")
                 errors = [replica.error for replica in self]
                 if all(error is not None for error in errors):
+                    if isinstance(why := errors[0], MeshError) and self.is_of_others(why):
+                        raise why.again()
                     raise MeshError("generator", f"no replica is left: {errors[0]}") from errors[0]
                 await self._states_changed.wait()
         return found

@@ -231,7 +231,12 @@ class Launcher:
         assignments = self._assignments.generators(name, config)
         store, alone = self._weight_store(), config.num_replicas == 1
 
+        def pulls_from() -> list[Mesh]:
+            return _known((running := self._root._running_store) and running.mesh, self._pushing_mesh)
+
         async def start_replica(index: int) -> GeneratorHandle:
+            for mesh in pulls_from():  # a generator takes long to start, and could pull nothing
+                mesh.calls.check_alive("start")
             assignment = assignments[index] = await self._assignments.replaced(assignments[index], name, index, config)
             await assignment.check_model_directory(config.model)
             launch = partial(
@@ -242,7 +247,7 @@ class Launcher:
                 gpus=assignment.gpus,
                 hosts=assignment.hosts,
                 version_records=self._version_records,
-                pulls_from=lambda: _known((running := self._root._running_store) and running.mesh, self._pushing_mesh),
+                pulls_from=pulls_from,
                 store_name=self._root._store_name,
                 shared_gpus=self._gpus if config.placement == "colocated" else None,
             )

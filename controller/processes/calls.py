@@ -135,6 +135,12 @@ class Calls:
             if self._failed is not None and not self._failed.done():
                 self._failed.set_result(None)
 
+    def check_alive(self, verb: str) -> None:
+        """Raises `MeshError` if the mesh was killed, or a process of it has died."""
+        self.processes.look(at_most_s=0.0)
+        if (error := self.failure or self._process_failure(verb)) is not None:
+            raise error.again()
+
     def _limit_s(self, call: _Call) -> float:
         """The deadline of a call."""
         if call.verb not in self._slowest:

@@ -5,6 +5,7 @@ import random
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,27 @@ def test_a_run_outlives_its_trainer_and_resumes_without_more(tmp_path: Path) -> 
     assert rows[: len(done)] == done
     assert [row["policy_version"] for row in rows if "policy_version" in row] == list(range(1, 9))
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-00006", "step-00008"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_outlives_trainer_generator_and_store_that_die_together(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "killed"
+    logs = [folder / "logs" / f"{name}-0.log" for name in ("store", "trainer", "generator")]
+    run = ownloop(tmp_path, RECIPE, "--name", "killed", *OPTIONS, "12")
+    for step in (2, 5, 8):  # at some moment of the step after it
+        wait(run, lambda: all(process_of(log) is not None for log in logs))
+        wait_for_step(run, folder, step)
+        processes = [pid for log in logs if (pid := process_of(log)) is not None]
+        for pid in processes:
+            os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        wait_for_step(run, folder, step + 2)
+        assert time.monotonic() - began < 120, "it heard of it at once, and began again"
+    status, output, _ = wait_for_end(run, "the run", 500)
+    assert status == 0, output
+    assert output.count("restarting after the newest checkpoint") == 3
+    assert [row["policy_version"] for row in metric_rows(folder) if "policy_version" in row] == list(range(1, 13))
 
 
 @pytest.mark.slow

@@ -188,6 +188,26 @@ def test_a_restart_that_fails_is_tried_again_once(capsys: pytest.CaptureFixture[
     run(test, num_replicas=1)
 
 
+@pytest.mark.stranger("2.B6")
+@pytest.mark.parametrize("mesh", ["store", "trainer"])
+def test_requests_hear_of_the_death_of_what_a_replica_pulls_from(mesh: str) -> None:
+    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+        request = send(router, 1)
+        await settle()
+        replicas.start_error, replicas.num_start_errors = MeshError(mesh, "rank 0 died"), 1
+        replicas[0].kill()
+        with pytest.raises(MeshError, match="^" + mesh + ": rank 0 died") as raised:
+            await request
+        assert raised.value.mesh == mesh
+        await until(lambda: len(replicas) == 2, "a successor, once it lives again")
+        request = send(router, 1)
+        await settle()
+        replicas[1].release()
+        assert len(await request) == 1
+
+    run(test, num_replicas=1)
+
+
 def test_a_pull_in_which_a_replica_dies_goes_to_its_successor() -> None:
     async def test(router: GeneratorRouter, replicas: Replicas) -> None:
         await router.pull_model_state_dict(1)
