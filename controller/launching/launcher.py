@@ -231,7 +231,7 @@ class Launcher:
         assignments = self._assignments.generators(name, config)
         store, alone = self._weight_store(), config.num_replicas == 1
 
-        def pulls_from() -> list[Mesh]:
+        def pulls_from() -> "list[Mesh]":
             return _known((running := self._root._running_store) and running.mesh, self._pushing_mesh)
 
         async def start_replica(index: int) -> GeneratorHandle:
