@@ -2,7 +2,8 @@
 
 TorchStore is the directory of published weights, and their transport where memory is not shared. Every store has a name
 of its own, under which trainer and generator processes look it up through Monarch. So a process may have several stores
-at a time, and one that could not be ended leaves the next ones alone.
+at a time, and one that could not be ended leaves the next ones alone. Monarch cannot end a directory, which has a
+thread and ten descriptors; so a launcher takes the name of an ended store, whose directory serves again.
 """
 
 import asyncio
@@ -96,6 +97,8 @@ class WeightStore:
         self._receivers = receivers
         self._teardown_s = teardown_s
         self._is_down = False
+        self.is_free = False
+        """Whether it has ended, and its directory, which forgot every key, can serve another store of this name."""
 
     @classmethod
     async def launch(
@@ -109,7 +112,8 @@ class WeightStore:
     ) -> "WeightStore":
         """Starts the directory, the volume's process on `hosts` or else on this host, and the receivers.
 
-        `name` must be new to this process; by default it is made up. `stop` waits `teardown_s` for the directory.
+        `name` must be new to this process, or of a store that `is_free`; by default it is made up. `stop` waits
+        `teardown_s` for the directory.
         """
         name = name or f"weights-{uuid.uuid4().hex}"
         env: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
@@ -163,6 +167,7 @@ class WeightStore:
         try:
             async with asyncio.timeout(self._teardown_s):
                 await self.mesh.answer(self._directory.teardown.call(), "stop")
+            self.is_free = True
         except TimeoutError:
             print(f"store: its directory did not forget its keys within {self._teardown_s:g} s", flush=True)
         except Exception as error:  # its process may have died

@@ -51,6 +51,10 @@ async def launch(
         yield await asyncio.gather(*starts)
 
 
+_free_store_names: list[str] = []
+"""Of stores that have ended: `controller.handles.store` says why they are used again."""
+
+
 class Launcher:
     """Starts any number of trainers and generators. All of their processes have ended when its block is left.
 
@@ -84,7 +88,7 @@ class Launcher:
         self._starts: list[asyncio.Task[Any]] = []
         self._num_named = self._num_ready = 0  # trainers and generators: all, and started ones
         self._running: list[Stoppable] = []
-        self._store_name = f"weights-{uuid.uuid4().hex}"
+        self._store_name = _free_store_names.pop() if _free_store_names else f"weights-{uuid.uuid4().hex}"
         self._store: asyncio.Task[WeightStore] | None = None
         self._running_store: WeightStore | None = None
         self._pushing_mesh: Mesh | None = None
@@ -109,6 +113,8 @@ class Launcher:
         await asyncio.gather(*self._starts, return_exceptions=True)
         await asyncio.gather(*(running.stop() for running in self._running))
         self._assignments.give_back()
+        if self._running_store is None or self._running_store.is_free:
+            _free_store_names.append(self._store_name)
         if self._hosts is not None:
             await self._assignments.disconnect()
 

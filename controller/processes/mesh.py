@@ -11,11 +11,14 @@ import asyncio
 import atexit
 import contextlib
 import os
+import re
+import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 # Monarch reads these variables once, when it is imported, so they are set before the import.
@@ -27,6 +30,7 @@ os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT", "10m")
 os.environ.setdefault("HYPERACTOR_MESH_ORPHAN_TIMEOUT", "10m")
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 34))  # let a message carry a whole state dict
 
+import monarch._src.actor.actor_mesh as actor_mesh
 import monarch._src.actor.proc_mesh as proc_mesh
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import MeshFailure, SupervisionError
@@ -50,6 +54,7 @@ _GONE_S = 2.0
 _KILLED_STOP_TIMEOUT_S = 1.0  # for Monarch to forget processes that have been killed
 _DEATH_IS_TOLD_S = 2.0  # within which Monarch reports a death to this process
 _SHUT_DOWN_S = 10.0  # of a client on a busy machine
+_NOT_STARTED = "error creating proc"
 
 
 def _ignore_unhandled_fault(failure: MeshFailure) -> None:
@@ -72,6 +77,28 @@ def ignore_unhandled_faults(log_file: Path | None = None) -> None:
     monarch.actor.unhandled_fault_hook = _ignore_unhandled_fault
 
 
+class _Launches:
+    """The process that has launched meshes. Its threads, on which Monarch's answers come, do not outlive a fork."""
+
+    pid: int | None = None
+
+    @classmethod
+    def in_fork(cls) -> bool:
+        """Whether this is a fork of that process."""
+        return cls.pid not in (None, os.getpid())
+
+    @classmethod
+    def check(cls) -> None:
+        """Raises ValueError in a fork of that process, where every call would hang."""
+        cls.pid = cls.pid or os.getpid()
+        if cls.in_fork():
+            raise ValueError(
+                f"this process ({os.getpid()}) is a fork of process {cls.pid}, which had launched processes by then; "
+                "neither they nor new ones answer here. Launch in that process, or start this one anew, as by "
+                'multiprocessing.get_context("spawn")'
+            )
+
+
 class _LastDeath:
     """When this process last killed, or heard of the death of, another."""
 
@@ -91,6 +118,9 @@ class _LastDeath:
 
         Shuts Monarch's client down.
         """
+        if _Launches.in_fork():  # in which Monarch's own handler would wait without end
+            actor_mesh.shutdown_context = lambda **_: SimpleNamespace(get=lambda **_: None)
+            return
         while (remaining_s := cls.at + _DEATH_IS_TOLD_S - time.monotonic()) > 0:
             time.sleep(remaining_s)
         with contextlib.suppress(TimeoutError):  # Monarch's own handler waits for a second, and shows a traceback
@@ -157,6 +187,7 @@ class Mesh:
         the actor's constructor raises, the first call to the actor raises its exception. Raises `MeshError` if a
         process does not start, and ValueError for a TMPDIR or a limit of open files under which none can.
         """
+        _Launches.check()
         check_temporary_folder()
         allow_open_files()
         ignore_unhandled_faults(log_dir.absolute() / "controller.log")
@@ -241,6 +272,7 @@ class Mesh:
         """
         async with self.gate() if needs_memory else contextlib.nullcontext():
             async with self._order:
+                _Launches.check()
                 calls = await self._sent(verb, arguments)
             return await self.answers(calls, verb, size=size(), varies=varies, needs=needs)
 
@@ -267,6 +299,7 @@ class Mesh:
         needs: "Callable[[], Sequence[Mesh]]" = tuple,
     ) -> T:
         """Awaits a call to one rank, or with `.call` to all of them; see `Calls.answers`."""
+        _Launches.check()
         calls = {rank: _unwrapped(call, self.name)}
         return (await self.calls.answers(calls, verb, wait=wait, needs=lambda: [mesh.calls for mesh in needs()]))[0]
 
@@ -281,6 +314,7 @@ class Mesh:
         needs: "Callable[[], Sequence[Mesh]]" = tuple,
     ) -> list[T]:
         """Awaits a call to each rank, in the order of the ranks; see `Calls.answers`."""
+        _Launches.check()
         by_rank: dict[int | None, Coroutine[Any, Any, T]] = {
             rank: _unwrapped(call, self.name) for rank, call in enumerate(calls)
         }
@@ -290,9 +324,10 @@ class Mesh:
 
     async def stop(self) -> None:
         """Ends every process: asks them to stop, and kills them half a second later. May be called again."""
-        if self._stopped:
+        if self._stopped or _Launches.in_fork():  # a fork's copy leaves the processes to their parent
             return
         self._stopped = True
+        self._packer.shutdown(wait=False)
         patience_s = _STOP_TIMEOUT_S if self.calls.failure is None else _KILLED_STOP_TIMEOUT_S
         self.calls.failure = self.calls.failure or MeshError(self.name, "it was stopped, and takes no more calls")
         try:
@@ -325,9 +360,22 @@ async def _unwrapped(call: Awaitable[T], mesh: str) -> T:
         error.exception.add_note(f"raised in a process of {mesh!r}:\n{error.exception_formatted}")
         raise error.exception from None
     except (SupervisionError, ValueError) as error:
-        if isinstance(error, ValueError) and not str(error).startswith("error creating proc"):  # Monarch's own
+        if isinstance(error, ValueError) and not str(error).startswith(_NOT_STARTED):  # Monarch's own
             raise
-        raise ProcessDiedError(str(error)) from None
+        raise ProcessDiedError(how_it_died(str(error))) from None
+
+
+def how_it_died(report: str) -> str:
+    """Monarch's report of a death in a few words. The whole report is in the controller's log."""
+    if report.startswith(_NOT_STARTED):
+        return report.partition("\n")[0][:200]
+    if found := re.search(r"Killed\(sig=(\d+)", report):
+        number = int(found[1])
+        memory = ", as the kernel does where memory is short" if number == signal.SIGKILL else ""
+        return f"killed by {signal.Signals(number).name}{memory}"
+    if found := re.search(r"(?:Stopped|Exited)\D*(\d+)", report):
+        return f"ended with status {found[1]}"
+    return report.strip().splitlines()[-1].strip()[:200]
 
 
 class _NoForwarding(LoggingManager):

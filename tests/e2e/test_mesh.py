@@ -1,6 +1,8 @@
 """Real processes: what they are given, how their errors arrive, and that none of them stays."""
 
 import asyncio
+import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -14,8 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from controller.launching.launcher import Launcher
 from controller.processes.errors import DeadlineError, MeshError
-from controller.processes.mesh import Mesh
+from controller.processes.mesh import Mesh, how_it_died
 from rl.system.deadlines import Deadlines
 from tests.e2e.toy_actor import Toy
 from tests.waiting import LIMIT_S, has_ended, wait_for_end, wait_for_ends, wait_for_line, wait_until
@@ -193,6 +196,61 @@ def test_calls_of_a_later_event_loop_are_answered(tmp_path: Path) -> None:
     with pytest.raises(MeshError, match=r"toy: rank 0 \(process \d+\) died in die"):
         asyncio.run(mesh.call("die", [()]))
     asyncio.run(mesh.stop())
+
+
+@pytest.mark.stranger("2.B7")
+def test_a_fork_after_a_launch_is_told_so_and_leaves_the_processes_alone(tmp_path: Path) -> None:
+    def in_fork(mesh: Mesh) -> None:
+        for call in (start(), mesh.call("add", [(1,)])):
+            with pytest.raises(ValueError, match=rf"is a fork of process {os.getppid()}, .*\"spawn\""):
+                asyncio.run(call)
+        asyncio.run(mesh.stop())
+        sys.exit(17)
+
+    async def start() -> Mesh:
+        env = {"TOY_GREETING": "hello"}
+        return await Mesh.spawn("toy", Toy, 5, num_ranks=1, env=env, log_dir=tmp_path / "logs")
+
+    mesh = asyncio.run(start())
+    fork = multiprocessing.get_context("fork").Process(target=in_fork, args=(mesh,))
+    fork.start()
+    fork.join(LIMIT_S)
+    assert fork.exitcode == 17
+    assert asyncio.run(mesh.call("add", [(1,)])) == [6]
+    asyncio.run(mesh.stop())
+
+
+@pytest.mark.stranger("2.B7")
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        (
+            "Endpoint call toy.live() failed, The actor <root>.<Toy toy{}> failed:\n  failed: Killed(sig=9)",
+            "SIGKILL, as",
+        ),
+        ("The actor <root>.<Toy toy{}> and all its descendants have failed: Killed(sig=11)", "killed by SIGSEGV"),
+        ("The actor <root>.<Toy toy{}> failed:\n the process failed: Stopped(3)", "ended with status 3"),
+        ("error creating proc: no such file", "error creating proc: no such file"),
+    ],
+)
+def test_a_death_is_told_without_the_insides_of_monarch(report: str, said: str) -> None:
+    assert said in how_it_died(report)
+    assert "root" not in how_it_died(report)
+
+
+@pytest.mark.stranger("2.B7")
+def test_launches_in_one_process_leave_no_thread_and_few_descriptors(tmp_path: Path) -> None:
+    async def launch() -> None:
+        async with Launcher(tmp_path / "logs") as launcher:
+            await launcher._weight_store()  # pyright: ignore[reportPrivateUsage]
+
+    process, found = psutil.Process(), list[tuple[int, int]]()
+    for _ in range(3):
+        asyncio.run(launch())
+        gc.collect()
+        found.append((process.num_threads(), process.num_fds()))
+    assert found[2][0] <= found[0][0]
+    assert found[2][1] <= found[0][1] + 4  # ten a launch, were the directory a new one each time
 
 
 def test_a_process_that_does_not_start_is_no_users_mistake(tmp_path: Path) -> None:
