@@ -237,12 +237,7 @@ class Launcher:
         assignments = self._assignments.generators(name, config)
         store, alone = self._weight_store(), config.num_replicas == 1
 
-        def pulls_from() -> "list[Mesh]":
-            return _known((running := self._root._running_store) and running.mesh, self._pushing_mesh)
-
         async def start_replica(index: int) -> GeneratorHandle:
-            for mesh in pulls_from():  # a generator takes long to start, and could pull nothing
-                mesh.calls.check_alive("start")
             assignment = assignments[index] = await self._assignments.replaced(assignments[index], name, index, config)
             await assignment.check_model_directory(config.model)
             launch = partial(
@@ -253,7 +248,7 @@ class Launcher:
                 gpus=assignment.gpus,
                 hosts=assignment.hosts,
                 version_records=self._version_records,
-                pulls_from=pulls_from,
+                pulls_from=self._sources,
                 store_name=self._root._store_name,
                 shared_gpus=self._gpus if config.placement == "colocated" else None,
             )
@@ -273,6 +268,11 @@ class Launcher:
 
         return self._begin(start(), name)
 
+    def _sources(self) -> "list[Mesh]":
+        """Of weights, as far as they run: the store, and the trainer that pushes."""
+        store = self._root._running_store
+        return [mesh for mesh in (store and store.mesh, self._pushing_mesh) if mesh is not None]
+
     async def _in_phase(
         self,
         side: Side,
@@ -281,6 +281,8 @@ class Launcher:
         gpus: Sequence[str] | None,
     ) -> T:
         """Awaits a start. What is colocated starts when its side has the memory of the GPUs."""
+        for mesh in self._sources() if side == "sample" else ():  # without them a generator could pull nothing
+            mesh.calls.check_alive("start")
         phase = self._gpus.phase(side) if config.placement == "colocated" else nullcontext()
         async with phase, self._gpus.starting(gpus):
             return await start()
@@ -336,11 +338,6 @@ def _check_head_dtypes(trainer: TrainerConfig, generator: GeneratorConfig) -> No
             f"TrainerConfig.head_dtype is {trainer.head_dtype!r} and GeneratorConfig.head_dtype is "
             f"{generator.head_dtype!r}, so that logits are computed in {ours} and in {theirs}; set both or neither"
         )
-
-
-def _known(*meshes: "Mesh | None") -> "list[Mesh]":
-    """The meshes that are running already."""
-    return [mesh for mesh in meshes if mesh is not None]
 
 
 async def _adapter(base: "asyncio.Task[Trainer]", lora: LoRAConfig) -> Trainer:

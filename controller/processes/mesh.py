@@ -88,6 +88,13 @@ class _Launches:
         return cls.pid not in (None, os.getpid())
 
     @classmethod
+    def begin(cls) -> None:
+        """Raises ValueError as `check` does, and for a TMPDIR or a limit of open files under which none can start."""
+        cls.check()
+        check_temporary_folder()
+        allow_open_files()
+
+    @classmethod
     def check(cls) -> None:
         """Raises ValueError in a fork of that process, where every call would hang."""
         cls.pid = cls.pid or os.getpid()
@@ -187,9 +194,7 @@ class Mesh:
         the actor's constructor raises, the first call to the actor raises its exception. Raises `MeshError` if a
         process does not start, and ValueError for a TMPDIR or a limit of open files under which none can.
         """
-        _Launches.check()
-        check_temporary_folder()
-        allow_open_files()
+        _Launches.begin()
         ignore_unhandled_faults(log_dir.absolute() / "controller.log")
         forward_no_output()
         log_dir.mkdir(parents=True, exist_ok=True)

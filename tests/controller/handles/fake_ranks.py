@@ -58,6 +58,8 @@ class FakeRank:
 class FakeMesh(Mesh):
     """A mesh without processes."""
 
+    is_free = True
+
     def __init__(self, num_ranks: int) -> None:
         super().__init__("trainer", None, None, (), ())
         self.ranks = [FakeRank(index) for index in range(num_ranks)]

@@ -27,8 +27,6 @@ CONFIG = GeneratorConfig(deadlines=Deadlines(at_least_s=5, times_slowest=20))
 class FakeMesh(Mesh):
     """Ranks whose requests never end, unless with an error."""
 
-    is_free = False
-
     def __init__(self, *statuses: EngineStatus, error: Exception | None = None) -> None:
         super().__init__(
             "generator", None, None, (), tuple(Path(f"/nowhere/{rank}.log") for rank in range(len(statuses)))
