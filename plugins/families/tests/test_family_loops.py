@@ -21,11 +21,12 @@ from controller.runs.metric_rows import is_timing
 from generator.config import GeneratorConfig
 from generator.engine_calls import EngineCalls
 from ownloop_doctors.mismatch import measure_parity
-from ownloop_families.tiny_families import TINY_FAMILIES
 from ownloop_vision.image_prompts import FOLDER
+from plugins.families.tests.families import MODELS
 from rl.system.hf_config import find_family, read_config
 from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
+from tests.architectures import MODELS as CORE_MODELS
 from tests.e2e.weight_meshes import PROMPTS
 from tests.meshes_in_process import meshes_in_process, vllm_in_process
 from trainer.config import TrainerConfig
@@ -69,7 +70,7 @@ def test_a_family_learns_and_resumes(name: str, tmp_path: Path) -> None:
 
 def _check(name: str, folder: Path) -> None:
     family, engine = name.split()
-    model = TINY_FAMILIES[family](folder / "model")
+    model = {**CORE_MODELS, **MODELS}[family][1](folder / "model")
     settings = read_config(model)
     if (row := find_family(settings)) is not None and row.prepare_process:
         resolve_name(row.prepare_process)(settings["architectures"][0])

@@ -47,7 +47,7 @@ class WandbRun(Observer):
             raise ValueError(
                 f"log names wandb, which cannot be reached: {error}; WANDB_MODE=offline needs no network"
             ) from None
-        self._table = wandb.Table
+        self._table, self._teardown = wandb.Table, wandb.teardown
         self._run.define_metric("*", step_metric="step")
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -62,8 +62,9 @@ class WandbRun(Observer):
         self._run.log({f"samples/{split}": table, "step": step})
 
     def close(self) -> None:
-        """See `Observer`."""
+        """See `Observer`. Ends W&B's process too, which its handler at exit would miss: a run ends its children."""
         self._run.finish()
+        self._teardown()
 
 
 def _has_login(wandb: Any) -> bool:

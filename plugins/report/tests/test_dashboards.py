@@ -4,7 +4,10 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -112,6 +115,27 @@ def wandb_records(run: Path) -> list[dict[str, Any]]:
                 items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
                 found.append({name: json.loads(value) for name, value in items.items() if not name.startswith("_")})
     return found
+
+
+@needs("wandb")
+@pytest.mark.stranger("2.F5")
+@pytest.mark.seconds
+def test_a_process_with_wandb_ends_without_a_word(tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from controller.commands.processes import end_descendants
+from controller.runs.folder import RunFolder
+from ownloop_report.wandb_run import WandbRun
+run = WandbRun(RunFolder(Path({str(tmp_path / "a")!r}), {{}}))
+run.log_metrics({{"step": 1.0}})
+run.close()
+end_descendants(0.5)
+"""
+    env = {**os.environ, "WANDB_MODE": "offline"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "Traceback" not in done.stderr
 
 
 @needs("wandb")

@@ -51,7 +51,9 @@ def test_a_supervised_recipe_learns(smollm2: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(COOKBOOK is None, reason="the package tinker-cookbook, of the extra dev, is not installed")
 @pytest.mark.slow
 def test_the_pages_own_command_runs(smollm2: Path, tmp_path: Path) -> None:
-    (block,) = (block for block in blocks_of(ROOT / "docs" / "tinker.md") if "chat_sl.train" in block.text)
+    (block,) = (
+        block for block in blocks_of(ROOT / "plugins" / "server" / "README.md") if "chat_sl.train" in block.text
+    )
     model = tiny_chat_model(tmp_path / ".cache" / "ownloop" / "models" / "smollm2-135m-instruct", smollm2)
     served = {"names": ("smollm2-135m-instruct", str(model)), "vocab_size": 49152, "max_context": 1024}
     with real_trainer_server(tmp_path / "server", model, rank=32, **served) as server:
