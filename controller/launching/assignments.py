@@ -1,5 +1,6 @@
 """Who runs where: gives the meshes of a `Launcher` their names, hosts and GPUs, before any process starts."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,9 @@ from trainer.config import TrainerConfig
 
 if TYPE_CHECKING:  # the import would load torch and Monarch
     from controller.handles.store import Receivers
+
+_RANKS_PER_CORE = 8
+"""The most processes of one mesh that may share a core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +157,14 @@ class Assignments:
         pool = self._hosts.gpus = self._hosts.gpus or GPUPool(gpus_here())
         colocated = config.placement == "colocated"
         try:
-            return pool.take(name, num_ranks, config.gpus, num_replicas=num_replicas, colocated=colocated)
+            taken = pool.take(name, num_ranks, config.gpus, num_replicas=num_replicas, colocated=colocated)
+            cores = len(os.sched_getaffinity(0))
+            if taken is None and num_ranks > _RANKS_PER_CORE * cores:
+                raise ValueError(
+                    f"the {name} has {num_ranks} ranks, each a process, and this host has no GPU and {cores} cores; "
+                    f"give it at most {_RANKS_PER_CORE * cores} by its parallel sizes"
+                )
+            return taken
         except ValueError:
             self._names.discard(name)
             raise

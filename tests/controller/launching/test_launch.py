@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from controller.handles.trainer_mesh import TrainerMesh
+from controller.launching.assignments import Assignments
 from controller.launching.launcher import Launcher, launch
 from controller.processes.errors import MeshError
 from generator.config import GeneratorConfig
@@ -60,6 +61,19 @@ def test_an_impossible_configuration_is_refused_at_once(
     with pytest.raises(ValueError, match=message):
         asyncio.run(start())
     assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.stranger("2.F6")
+def test_more_ranks_than_cores_can_serve_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controller.launching.assignments.gpus_here", tuple)
+    most = 8 * len(os.sched_getaffinity(0))
+    for made in (
+        lambda n: Assignments().trainer("trainer", TrainerConfig(data_parallel_shard=n)),
+        lambda n: Assignments().generators("generator", GeneratorConfig(num_replicas=n)),
+    ):
+        made(most)
+        with pytest.raises(ValueError, match=rf"has {most + 1} ranks.* at most {most}"):
+            made(most + 1)
 
 
 def test_a_refused_call_keeps_earlier_calls_from_starting(tmp_path: Path) -> None:
