@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.commands.recipes import recipe_files
-from controller.runs.folder import CONFIG_FILE, complete_checkpoints, read_json, write_json
+from controller.runs.folder import CONFIG_FILE, check_ended, complete_checkpoints, read_json, write_json
 from controller.runs.metric_rows import SCHEMA_VERSION, check_schema
 from rl.system.secret_fields import hidden_fields, hide_in_options
 
@@ -66,7 +66,8 @@ def how_to_go_on(folder: Path) -> str:
 
 
 def check_has_checkpoint(folder: Path) -> None:
-    """Raises ValueError, naming the command to start again, for a run without a complete checkpoint."""
+    """Raises ValueError for a run that is running, and for one without a complete checkpoint: how to start again."""
+    check_ended(folder)
     if not complete_checkpoints(folder / "checkpoints"):
         raise ValueError(
             f"{folder} has no checkpoint to continue from; its content stays as it is. Start a new run: "

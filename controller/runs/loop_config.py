@@ -9,7 +9,7 @@ from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.observers import check_observers
 from generator.config import GeneratorConfig, LoRALimits
-from rl.advantages import Rewards, all_advantages
+from rl.advantages import Rewards, get_advantage
 from rl.algorithms.metrics import num_completion_tokens
 from rl.checks import check_above_zero, check_at_least, check_between, check_known, check_types
 from rl.lora import LoRAConfig
@@ -221,7 +221,7 @@ class GroupLoopConfig(RolloutLoopConfig):
     """Fields of a loop that compares the rollouts of one prompt, so `group_size` is at least 2."""
 
     advantage: str = "group_mean_std"
-    """How a group's rewards become advantages, by a name that `ownloop list --advantages` shows."""
+    """How a group's rewards become advantages: a name of `ownloop list --advantages`, or a "module:function"."""
     loss: str = "importance_sampling"
     """A name that `ownloop list --losses` shows, or a function as "module:function"."""
     loss_config: LossConfig = field(default_factory=dict[str, float | str])
@@ -236,7 +236,7 @@ class GroupLoopConfig(RolloutLoopConfig):
         """Raises ValueError as the base does."""
         RolloutLoopConfig.__post_init__(self)
         check_at_least(2, group_size=self.group_size)
-        check_known("advantage", self.advantage, all_advantages(), "advantages")
+        get_advantage(self.advantage)
         get_loss(self.loss, self.loss_config).check_inputs(self.loss_inputs)
 
     def normalised(
@@ -259,7 +259,7 @@ class GroupLoopConfig(RolloutLoopConfig):
     @property
     def advantage_function(self) -> Callable[..., Rewards]:
         """The function that `advantage` names: [G] rewards of one group -> [G] advantages."""
-        return all_advantages()[self.advantage]
+        return get_advantage(self.advantage)
 
 
 def differences(before: Any, after: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:

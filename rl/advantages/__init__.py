@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl.algorithms import Algorithms
-from rl.checks import check_between
+from rl.checks import check_between, check_known, named_function
 from rl.losses.shared import MAX_LOG_RATIO, KLEstimator
 from rl.system.plugins import load_all
 from rl.types import Datum
@@ -24,6 +24,17 @@ Rewards = NDArray[np.float64]
 Array = NDArray[np.float64]
 _ROUNDING = 1e-12
 _SMALLEST = 1e-290  # a difference below it leaves float64 too few digits to be centred and scaled
+
+
+def get_advantage(name: str) -> Callable[..., Rewards]:
+    """The function of a name that `ownloop list --advantages` shows, or that "module:function" names.
+
+    It is called with the rewards [G] of one group. Raises ValueError for a name that is not known.
+    """
+    if ":" in name:
+        return named_function("advantage", name)
+    check_known("advantage", name, known := all_advantages(), "advantages")
+    return known[name]
 
 
 def has_signal(rewards: Rewards) -> bool:

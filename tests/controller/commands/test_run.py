@@ -1,5 +1,6 @@
 """What `ownloop run` refuses, and that it then changes nothing."""
 
+import fcntl
 import re
 from pathlib import Path
 
@@ -69,6 +70,14 @@ def test_logs_of_processes_outlive_a_refusal(tmp_path: Path) -> None:
     assert "Traceback" in (logs / "controller.log").read_text()
 
 
+@pytest.mark.stranger("2.F7")
+def test_a_run_that_is_running_is_not_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ownloop(tmp_path, "run", str(RECIPE), "--name", "a").returncode == 0
+    with (tmp_path / "runs" / "a" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "runs/a is running" in refused(capfd, "run", "--resume", str(tmp_path / "runs" / "a"))
+
+
 def test_a_run_without_a_checkpoint_is_not_resumed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +96,7 @@ def test_the_name_of_a_recipe_is_enough_to_start_it_again(tmp_path: Path, capfd:
     file = find_recipe("grpo_smollm2_cpu")
     folder = RunFolder(tmp_path / "a", load_recipe(file))
     save_recipe(folder.path, file, ["--seed", "3"], Path("/other run/rollouts"))
+    folder.close()
     told = refused(capfd, "run", "--resume", str(folder.path))
     assert told.endswith(": ownloop run grpo_smollm2_cpu --replay '/other run/rollouts' --seed 3\n")
 
@@ -244,3 +254,11 @@ def test_a_finished_run_is_not_begun_again(
     assert contents(tmp_path / "runs") == before
     RunFolder(tmp_path / "runs" / "a", {"num_steps": 3}, resume=True).close()
     assert "stopped, saved at" in listed(capfd)
+
+
+@pytest.mark.stranger("2.F7")
+@pytest.mark.parametrize(
+    ("option", "known"), [("--lr", "learning-rate"), ("--gs", "group-size"), ("--learning-rte", "learning-rate")]
+)
+def test_an_option_is_found_by_its_initials(option: str, known: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert f"did you mean '--{known}'" in refused(capfd, "run", "grpo_smollm2_cpu", option, "1e-4")

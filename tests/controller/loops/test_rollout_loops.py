@@ -144,6 +144,7 @@ def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> 
         ({"loss": "ppo", "loss_config": {"importance_cap": 2.0}}, r"'ppo' needs the input 'old_logprobs' .* it clips"),
         ({"loss_config": {"kl_coef": 0.1}}, r"needs the input 'reference_logprobs' .* leave kl_coef at 0"),
         ({"advantage": "group_men"}, r"advantage is 'group_men', which is not known; did you mean 'group_mean'"),
+        ({"advantage": "nowhere:f"}, r"advantage is 'nowhere:f', which cannot be imported"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(accumulated, **wrong)

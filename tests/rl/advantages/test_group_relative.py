@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rl.advantages import ADVANTAGES, all_advantages, group_mean, group_mean_std, leave_one_out
+from rl.advantages import ADVANTAGES, all_advantages, get_advantage, group_mean, group_mean_std, leave_one_out
 
 REWARDS = st.lists(st.floats(-100, 100), min_size=2, max_size=12)
 FOUR = np.array([1.0, 0.0, 0.5, 0.0])
@@ -83,3 +83,9 @@ def test_a_reward_that_is_not_finite_is_refused(name: str, wrong: float) -> None
     more = {"lengths": np.array([1, 2, 3])} if name == "optimal_baseline" else {}
     with pytest.raises(ValueError, match=rf"rewards\[1\] is {wrong}; |given a reward of {wrong}; "):
         all_advantages()[name](np.array([1.0, wrong, 0.0]), **more)
+
+
+@pytest.mark.stranger("2.F7")
+def test_an_advantage_may_be_a_function_of_the_users() -> None:
+    assert get_advantage("rl.advantages:leave_one_out") is leave_one_out
+    assert get_advantage("group_mean") is group_mean
