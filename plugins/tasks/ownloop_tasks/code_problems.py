@@ -119,13 +119,18 @@ class CodeProblem:
         return self
 
     async def reply(self, completion: str) -> Done:
-        """Runs the last block of Python of the answer with the tests, and ends the episode."""
+        """Runs the last block of Python of the answer with the tests, and ends the episode.
+
+        Raises RuntimeError if the sandbox or the problem's setup does not get so far that the code runs.
+        """
         code = python_of(Answer.read(completion).content)
         passed, mark = 0, secrets.token_hex(16)
         if code:
             program = f"{_process()}\nscore(*{(_process(), mark, self.setup, code, self.tests)!r})"
             result = await run_python(program, sandbox=self.sandbox, time_limit_s=self.time_limit_s)
-            counted = re.fullmatch(rf"{mark} (\d+) {mark}", result.output)
+            if not result.output.startswith(mark):
+                raise RuntimeError(f"the setup of problem {self.id!r} did not run: {result.output:.200}")
+            counted = re.fullmatch(rf"{mark}\n(\d+) {mark}", result.output)
             passed = int(counted[1]) if result.ok and counted is not None else 0
         part = passed / len(self.tests)
         metrics = {"code_found": float(bool(code)), "tests_passed": part}

@@ -238,15 +238,22 @@ def answer(reader: int, writer: int) -> None:
     """Is the answer's process: runs the setup and the code, and then what the tests ask for."""
     before = dict[str, Any]()
 
-    def run(setup: str, code: str) -> None:
+    def prepare(setup: str) -> None:
         begin(space, setup, link)
         before.update(space)
+
+    def run(code: str) -> None:
         exec(code, space)
 
     def look(names: list[str]) -> dict[str, Any]:
         return {name: space[name] for name in names if name in space and space[name] is not before.get(name, space)}
 
-    own = {"run": run, "look": look, "call": lambda function, *arguments, **named: function(*arguments, **named)}
+    own = {
+        "begin": prepare,
+        "run": run,
+        "look": look,
+        "call": lambda function, *arguments, **named: function(*arguments, **named),
+    }
     known = {**vars(operator), **vars(builtins), **own}
 
     def served(operation: str, *arguments: Any, **named: Any) -> Any:
@@ -258,7 +265,10 @@ def answer(reader: int, writer: int) -> None:
 
 
 def score(text: str, mark: str, setup: str, code: str, tests: Sequence[str]) -> None:
-    """Prints how many tests pass, between two marks. `text` is this file's. Raises if the code does."""
+    """Prints a mark when the setup has run in both processes, and at the end how many tests pass, and a mark.
+
+    `text` is this file's. Raises if the code does.
+    """
     (their_reader, writer), (reader, their_writer) = os.pipe(), os.pipe()
     program = f"{text}\nanswer({their_reader}, {their_writer})"
     command = [sys.executable, "-I", "-S", "-B", "-c", program]
@@ -270,8 +280,11 @@ def score(text: str, mark: str, setup: str, code: str, tests: Sequence[str]) -> 
     space = link.space = Names(link)
     passed = 0
     with contextlib.redirect_stdout(io.StringIO()):
-        link.ask("run", setup, code)
         begin(space, setup, link)
+        link.ask("begin", setup)
+    print(mark, flush=True)
+    with contextlib.redirect_stdout(io.StringIO()):
+        link.ask("run", code)
         imported = {name for name, value in space.items() if getattr(value, "__module__", "") != space["__name__"]}
         found = {*link.ask("look", sorted(set().union(*map(_names, tests))))} - imported
         # An answer may be called `sum`, but not replace `abs` in the tests of something else.
@@ -280,7 +293,7 @@ def score(text: str, mark: str, setup: str, code: str, tests: Sequence[str]) -> 
             with contextlib.suppress(BaseException):
                 exec(test, space)
                 passed += 1
-    print(mark, passed, mark, flush=True)
+    print(passed, mark, flush=True)
 
 
 class Names(dict[str, Any]):

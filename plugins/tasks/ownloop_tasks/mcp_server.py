@@ -53,6 +53,10 @@ class MCPServer:
         return tuple((schema, partial(_call, self, schema["function"]["name"])) for schema in _connected(self).schemas)
 
 
+class ServerLostError(RuntimeError):
+    """A server has ended and cannot be started again, which is no fault of the model that calls its tools."""
+
+
 class _Connection:
     """A running server, and the thread that talks to it."""
 
@@ -107,13 +111,17 @@ class _Connection:
 
 
 async def _call(server: MCPServer, name: str, /, **arguments: Any) -> Any:
-    """The text that the tool answers with, behind its images. Raises RuntimeError if it reports an error.
+    """The text that the tool answers with, behind its images.
 
+    Raises RuntimeError if it reports an error, and `ServerLostError` if there is no server.
     A call during which the server ends is not made again: it may have had its effect.
     """
     connection = _connections.get(server)
     if connection is None or connection.has_ended():
-        connection = await asyncio.to_thread(_connected, server)
+        try:
+            connection = await asyncio.to_thread(_connected, server)
+        except ValueError as error:
+            raise ServerLostError(f"the MCP server ended, and was not started again: {error}") from error
     result = await connection.call(name, arguments)
     parts = [_part(content) for content in result.content]
     text = "\n".join(part["text"] for part in parts if part["type"] == "text")

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
-from ownloop_tasks.mcp_server import MCPServer, Tool
+from ownloop_tasks.mcp_server import MCPServer, ServerLostError, Tool
 from rl.checks import are_parts, check_above_zero, check_at_least, check_known, check_types, named_function
 from rl.protocols import AroundProblem, Done, Env, Episode, Observation, Problem, Prompt, Reply, best_reward_of
 from rl.rollouts.guard import EnvironmentFailedError, call_environment, require_env, time_limit_of, words_of
@@ -216,6 +216,8 @@ class ToolEpisode:
                 value: Any = await call_environment(function, time_limit_s=self._settings.tool_time_limit_s)
                 return value if are_parts(value) and any("image" in part for part in value) else _in_words(value)
             except EnvironmentFailedError as error:
+                if isinstance(error.__cause__, ServerLostError):
+                    raise
                 fault = str(error)
         self._num_errors += 1
         return _readable(f"Error: {fault}")

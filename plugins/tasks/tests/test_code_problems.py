@@ -226,6 +226,13 @@ def test_the_last_block_of_python_is_the_answer(text: str, code: str) -> None:
     assert python_of(text) == code
 
 
+@pytest.mark.stranger("2.B2")
+def test_a_grader_that_cannot_run_pays_nothing_and_takes_nothing() -> None:
+    for setup in ("import no_such_module", "raise SystemExit(0)", "while True: pass", "x ="):
+        with pytest.raises(RuntimeError, match="the setup of problem 'add' did not run: "):
+            _scored(f"```python\n{RIGHT}\n```", setup=setup, time_limit_s=2.0)
+
+
 def test_no_code_and_endless_code_earn_nothing() -> None:
     assert _scored(RIGHT) == (0.0, {"code_found": 0.0, "tests_passed": 0.0})
     assert _scored("```python\nwhile True: pass\n```", time_limit_s=0.5)[0] == 0.0

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import pytest
 
+from ownloop_agents.splicing import digests
 from ownloop_tasks.code_problems import python_of
 from ownloop_tasks.guess_number import GuessNumber
 from ownloop_tasks.judged import Judge, score_of
@@ -30,6 +31,11 @@ def _scored(text: str) -> None:
         score_of(JUDGE, text)
 
 
+def _digested(text: str) -> None:
+    calls = [{"function": {"name": "f", "arguments": text}}]
+    digests([{"role": "assistant", "content": text, "tool_calls": calls}], None)
+
+
 READERS: dict[str, tuple[Callable[[str], object], str, str]] = {
     "code": (python_of, "```python\n", "\n```"),
     "hermes": (lambda text: parse_tool_calls(text, "hermes"), '<tool_call>{"a": ', "</tool_call>"),
@@ -44,6 +50,7 @@ READERS: dict[str, tuple[Callable[[str], object], str, str]] = {
     "the final answer": (lambda text: final_answer(text, "####"), "####", "\\boxed{2}"),
     "a score": (_scored, "0", "to"),
     "a guess": (lambda text: GuessNumber().eval_problems(1)[0].start().reply(text), "5", "x"),
+    "a call of an agent": (_digested, '{"a": "', '"}'),
     "reasoning": (Answer.read, "<think>", "</think>"),
     "open reasoning": (open_reasoning, "<think>", "</think>"),
     "words": (even, "w4", ""),

@@ -17,6 +17,7 @@ from ownloop_tasks.mcp_server import MCPServer
 from ownloop_tasks.tools import ToolEnv
 from plugins.tasks.tests.test_tools import CALCULATE, Sums
 from rl.protocols import Done, Observation
+from rl.rollouts.guard import EnvironmentFailedError
 from tests.waiting import LIMIT_S, wait_for_line, wait_until
 
 WORDS = str(Path(__file__).with_name("mcp_words.py"))
@@ -106,6 +107,24 @@ def test_a_server_that_ended_is_started_again(when: str) -> None:
     assert [str(each.message).partition("' ")[2] for each in warned] == ["had ended, and was started again"]
     assert again.startswith("5 letters, says ")
     assert again.rpartition(" ")[2] != first
+
+
+@pytest.mark.stranger("2.B3")
+def test_an_episode_fails_whose_server_cannot_be_started_again(tmp_path: Path) -> None:
+    script = tmp_path / "server.py"
+    script.write_text(Path(PLAIN).read_text())
+    env = ToolEnv(env=Sums(), tools=(MCPServer(command=(sys.executable, str(script), "pages")),))
+    (problem,) = env.train_problems(0, 0, 1)
+    script.write_text("no server")
+
+    async def play() -> None:
+        episode = await problem.start()
+        with suppress(EnvironmentFailedError):
+            await episode.reply(call("end", word=""))
+        await episode.reply(call("count_letters", word="five"))
+
+    with pytest.raises(EnvironmentFailedError, match="the MCP server ended, and was not started again: "):
+        asyncio.run(play())
 
 
 @pytest.mark.slow  # it starts two processes that import mcp
