@@ -74,6 +74,7 @@ class InProcessStore:
         self.mesh = Mesh("store", None, None, (), ())
         self.name = name
         self.needed = [self.mesh]
+        self.is_free = True
 
     async def complete(self) -> None:
         """All is on this host."""
