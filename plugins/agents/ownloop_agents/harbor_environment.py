@@ -1,80 +1,110 @@
-"""A Harbor environment without containers: bubblewrap over the host's own file system. It runs in Harbor's own Python.
+"""A Harbor environment without containers: the box of ownloop-sandbox. It runs in Harbor's own Python.
 
-    PYTHONPATH=controller/frameworks harbor trial start --env harbor_environment:BubblewrapEnvironment ...
+    PYTHONPATH=FOLDER_OF_THIS_FILE OWNLOOP_SANDBOX=FOLDER_OF_OWNLOOP_SANDBOX harbor trial start \\
+        --env harbor_environment:BoxEnvironment ...
 
-The host's programs are read-only; the folders of `KEPT` are the task's own and stay from one command to the next. The
-task's Dockerfile is not built, so this is for tasks that the host's programs can do. A process that outlives its
-command, such as a terminal's server, ends with the episode: `ownloop_sandbox/sandboxes.py` finds it by its mark.
+The host's programs are read-only. Files and processes stay from one command to the next. The task's Dockerfile is not
+built, so this is for tasks that the host's programs can do. Nothing can be reached but the endpoint, at the address
+that Harbor has for it.
+
+Before a task's tests are put into their folder, every process of the agent is ended, and the tests get a box of their
+own with what the agent left in the folders of `KEPT`. So no test sees a home folder, a /tmp or a verifier's log of an
+agent.
 """
 
 import asyncio
+import contextlib
 import importlib
 import os
-import shutil
-import signal
-import tempfile
+import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
 
-# the folders that tasks and agents write to
-KEPT = ("app", "logs", "tests", "solution", "workspace", "tmp", "root", "installed-agent")
-SYSTEM = ("usr", "bin", "lib", "lib32", "lib64", "sbin", "etc", "opt")  # read-only in the sandbox
-MARK = "OWNLOOP_SESSION"  # as in `ownloop_sandbox/sandboxes.py`, which this Python cannot import
+# the package's files without its `__init__`, which imports what Harbor's Python does not have
+_PACKAGE: Any = ModuleType("ownloop_sandbox")
+_PACKAGE.__path__ = [os.environ["OWNLOOP_SANDBOX"]]
+sys.modules.setdefault("ownloop_sandbox", _PACKAGE)
+box: Any = importlib.import_module("ownloop_sandbox.box")
+ways: Any = importlib.import_module("ownloop_sandbox.ways")
+
+KEPT = ("/app", "/workspace", "/logs/agent", "/logs/artifacts")
+_MADE = (
+    "/app",
+    "/workspace",
+    *(f"/logs/{name}" for name in ("agent", "verifier", "artifacts")),
+    "/tests",
+    "/solution",
+    "/root",
+    "/installed-agent",
+)
+_TESTS = "/tests"
+_LIMITS = ways.Limits(memory_bytes=8 << 30, num_processes=512, scratch_bytes=4 << 30, num_files=200_000, num_open=4096)
 _BASE: Any = importlib.import_module("harbor.environments.base")
 _CAPABILITIES: Any = importlib.import_module("harbor.environments.capabilities")
 
 
-class BubblewrapEnvironment(_BASE.BaseEnvironment):
+class BoxEnvironment(_BASE.BaseEnvironment):
     """Implements Harbor's `BaseEnvironment`."""
 
-    root: Path
-    """The folder of the host that has the task's folders."""
+    _box: Any
+    _home = "/root"
+    _used = False
+    """Whether a command has run in the box."""
 
     @staticmethod
     def type() -> str:
         """Its name."""
-        return "bubblewrap"
+        return "ownloop-box"
 
     @property
     def capabilities(self) -> Any:
-        """It can switch the network off, and limits nothing else."""
+        """There is no network, and nothing else is limited as a task says."""
         return _CAPABILITIES.EnvironmentCapabilities(disable_internet=True)
 
     def _validate_definition(self) -> None:
-        if shutil.which("bwrap") is None:
-            raise FileNotFoundError("bwrap is not installed; install bubblewrap, or name another environment of Harbor")
+        """Nothing: `HarborTasks` has tried the box."""
 
     async def start(self, force_build: bool) -> None:
-        """Makes the folders."""
+        """Makes the box."""
         del force_build
-        self.root = Path(tempfile.mkdtemp(prefix="ownloop-harbor-"))
-        for name in (*KEPT, "logs/agent", "logs/verifier", "logs/artifacts"):
-            (self.root / name).mkdir()
+        self._box = await self._new()
         await self._upload_environment_dir_after_start()  # Harbor calls it after the folders exist
 
     async def stop(self, delete: bool) -> None:
-        """Removes the folders."""
-        if delete:
-            shutil.rmtree(self.root, ignore_errors=True)
+        """Ends it, with its files."""
+        del delete
+        await self._box.destroy()
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         """Copies a file in."""
-        self._host(target_path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source_path, self._host(target_path))
+        source = Path(source_path)
+        await self._renew(target_path)
+        await self._box.put(target_path.strip("/"), source.read_bytes(), folder="/", mode=source.stat().st_mode & 0o777)
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         """Copies a folder in."""
-        shutil.copytree(source_dir, self._host(target_dir), dirs_exist_ok=True)
+        await self._renew(target_dir)
+        for path in sorted(Path(source_dir).rglob("*")):
+            if path.is_file():
+                name = f"{target_dir}/{path.relative_to(source_dir)}".strip("/")
+                await self._box.put(name, path.read_bytes(), folder="/", mode=path.stat().st_mode & 0o777)
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        """Copies a file out."""
-        Path(target_path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(self._host(source_path), target_path)
+        """Copies a regular file out."""
+        name = source_path.strip("/")
+        with contextlib.closing(await self._box.files("/", name)) as found:
+            _write(Path(target_path), found, name)
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        """Copies a folder out."""
-        shutil.copytree(self._host(source_dir), target_dir, dirs_exist_ok=True)
+        """Copies the regular files of a folder out."""
+        with contextlib.closing(await self._box.files(source_dir)) as found:
+            for name in found.names:
+                with contextlib.suppress(ValueError):  # too big
+                    _write(Path(target_dir, name), found, name)
 
     async def exec(
         self,
@@ -86,35 +116,40 @@ class BubblewrapEnvironment(_BASE.BaseEnvironment):
     ) -> Any:
         """Runs a command. Raises TimeoutError, with its processes killed."""
         del user
-        argv = self._command(command, cwd or self.task_env_config.workdir or "/app", self._merge_env(env) or {})
-        pipe = asyncio.subprocess.PIPE
-        # a group of its own: commands start servers
-        process = await asyncio.create_subprocess_exec(*argv, stdout=pipe, stderr=pipe, start_new_session=True)
-        try:
-            output, errors = await asyncio.wait_for(process.communicate(), timeout_sec)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # also when Harbor's own limit cancels the call
-            await process.wait()
-            raise
-        return _BASE.ExecResult(
-            stdout=output.decode(errors="replace"),
-            stderr=errors.decode(errors="replace"),
-            return_code=process.returncode,
-        )
+        settings = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": self._home, **(self._merge_env(env) or {})}
+        folder, self._used = cwd or self.task_env_config.workdir or "/app", True
+        ended = await self._box.run(["bash", "-c", command], settings, timeout_sec, cwd=folder, apart=True)
+        if ended.exit_code is None:
+            raise TimeoutError(f"the command took longer than {timeout_sec} s")
+        return _BASE.ExecResult(stdout=ended.output, stderr=ended.errors, return_code=ended.exit_code)
 
-    def _command(self, command: str, folder: str, env: Mapping[str, str]) -> list[str]:
-        settings = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/root", **env}
-        if MARK in os.environ:  # marks what a task leaves running
-            settings[MARK] = os.environ[MARK]
-        system = [word for name in SYSTEM if Path("/", name).exists() for word in ("--ro-bind", f"/{name}", f"/{name}")]
-        kept = [word for name in KEPT for word in ("--bind", str(self.root / name), f"/{name}")]
-        network = ["--unshare-net"] if self._network_disabled else []
-        return [
-            *("bwrap", "--tmpfs", "/", *system, "--dev", "/dev", "--proc", "/proc", *kept, *network),
-            *("--unshare-ipc", "--clearenv"),
-            *(word for name, value in settings.items() for word in ("--setenv", name, value)),
-            *("--chdir", folder, "bash", "-c", command),
-        ]
+    async def _new(self) -> Any:
+        endpoint = urlsplit(os.environ.get("OPENAI_BASE_URL", ""))
+        made = (*_MADE, *filter(None, [self.task_env_config.workdir]))
+        profile = ways.Profile(programs=True, port=endpoint.port or 0, makes=made)
+        build = getattr(ways, os.environ.get("OWNLOOP_WAY", "namespaces"))
+        connect = partial(asyncio.open_connection, endpoint.hostname, endpoint.port) if endpoint.port else None
+        new = box.Box(build(_LIMITS, profile), connect=connect)
+        await new.create()
+        return new
 
-    def _host(self, path: str) -> Path:
-        return self.root / path.lstrip("/")
+    async def _renew(self, target: str) -> None:
+        """Gives tests that are about to come a box of their own."""
+        if self._used and f"{target}/".startswith(f"{_TESTS}/"):
+            old, self._box = self._box, await self._new()
+            self._home, self._used = "/home", False
+            try:
+                await old.stop()
+                for folder in {*KEPT, self.task_env_config.workdir or KEPT[0]}:
+                    with contextlib.closing(await old.files(folder)) as found:
+                        for name in found.names:
+                            with contextlib.suppress(ValueError):
+                                content, mode = found.read(name), found.mode(name)
+                                await self._box.put(name, content, folder=folder, mode=mode)
+            finally:
+                await old.destroy()
+
+
+def _write(target: Path, found: Any, name: str) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(found.read(name))

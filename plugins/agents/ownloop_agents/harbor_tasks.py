@@ -11,15 +11,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ownloop_agents.programs import AgentTask, Attempt, Program, Scored
-from ownloop_sandbox.sandboxes import Place, bwrap_file, make_sandbox
+from ownloop_sandbox import ways
+from ownloop_sandbox.sandboxes import Work, check_sandbox
 from rl.data.rows import python_order, split, stream
 
 _TRIALS = "trials"
-_OURS = "harbor_environment:BubblewrapEnvironment"
+_OURS = "harbor_environment:BoxEnvironment"
 # the command is `$0`, its words follow
 _START = 'exec "$0" trial start --path "$(cat task-path)" --trials-dir trials "$@"'
 
@@ -49,10 +50,9 @@ class HarborTasks:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted, and where bubblewrap does not work."""
+        """Raises ValueError naming the field, the value and what is accepted, and where no sandbox works."""
         if self.environment == _OURS:
-            # a task without a sandbox would run on the host
-            make_sandbox("bubblewrap", Place(work=Path(), url="", socket=None))
+            check_sandbox("auto")  # a task without a sandbox would run on the host
         if not os.access(self.harbor, os.X_OK):
             raise ValueError(
                 f"HarborTasks.harbor is {self.harbor}, which cannot be run; install harbor in an "
@@ -76,8 +76,10 @@ class HarborTasks:
         # Harbor imports the environment by its module's name
         env = {"PYTHONPATH": str(Path(__file__).parent), "HARBOR_TELEMETRY": "0"}
         if self.environment == _OURS:
-            # bubblewrap of the package is in no PATH of the sandbox
-            env["PATH"] = f"{Path(bwrap_file()).parent}:{os.environ.get('PATH', '/usr/bin:/bin')}"
+            way = check_sandbox("auto")
+            env |= {"OWNLOOP_SANDBOX": str(Path(ways.__file__).parent), "OWNLOOP_WAY": way}
+            if way == "bubblewrap":  # that of the package is in no PATH
+                env["PATH"] = f"{Path(ways.bwrap_file()).parent}:{os.environ.get('PATH', '/usr/bin:/bin')}"
         return Program(
             argv=["sh", "-c", _START, str(self.harbor.absolute()), *words, *self.options],
             env=env,
@@ -98,13 +100,13 @@ class HarborTasks:
             raise ValueError(f"num_eval is {count}, but {self.name!r} has only {len(folders)} held-out tasks")
         return [_task(folder) for folder in folders[:count]]
 
-    async def reward(self, task: AgentTask, work: Path, attempt: Attempt) -> Scored:
+    async def reward(self, task: AgentTask, work: Work, attempt: Attempt) -> Scored:
         """The verifier's reward. Raises RuntimeError with Harbor's own error if it did not come to a reward."""
         del task
-        results = [*(work / _TRIALS).glob("*/result.json")]
+        results = [name for name in work.names if PurePosixPath(name).match(f"{_TRIALS}/*/result.json")]
         if not results:
             raise RuntimeError(f"Harbor has no result (status {attempt.exit_code}): {attempt.output[-500:]}")
-        result: dict[str, Any] = json.loads(results[0].read_text())  # one trial, one result
+        result: dict[str, Any] = json.loads(work.read(results[0]))  # one trial, one result
         error: Mapping[str, str] | None = result["exception_info"]
         if not result["reward_valid"]:
             why = (

@@ -8,11 +8,10 @@ the number that it read.
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 
 from ownloop_agents.programs import AgentTask, Attempt, Program
-from ownloop_sandbox.sandboxes import SandboxName
+from ownloop_sandbox.sandboxes import SandboxName, Work
 
 SCRIPT = r"""
 import json, os, re, sys, urllib.request
@@ -63,7 +62,7 @@ class LookUp:
         """Tasks with even numbers, always the same."""
         return [_task(Random(f"look_up/eval/{index}"), index, odd=0) for index in range(count)]
 
-    async def reward(self, task: AgentTask, work: Path, attempt: Attempt) -> float:
+    async def reward(self, task: AgentTask, work: Work, attempt: Attempt) -> float:
         """0.5 for opening the page, and 0.5 for the number that is there. The first number of an answer counts."""
         del attempt
         # a program without an answer fails here, and the attempt with it

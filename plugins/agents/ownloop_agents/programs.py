@@ -1,34 +1,40 @@
 """Programs as episodes: a program runs in a sandbox and talks to the endpoint, and its work has a reward.
 
     async def reward(task, work, attempt):
-        return float((work / "answer.txt").read_text() == task.answer)
+        return float((work / "answer.txt").read_text() == task.answer)  # `work` is a `Work`, which follows no link
 
     groups = await run_agents(endpoint, Program(["mini", "-t", "{prompt}"]), tasks, reward, num_samples=8)
 
 The program finds the endpoint in OPENAI_BASE_URL and ANTHROPIC_BASE_URL, and its key in OPENAI_API_KEY and
-ANTHROPIC_API_KEY. When it ends, or reaches a limit, its key is refused and its processes are killed; then its work is
-scored in the same sandbox.
+ANTHROPIC_API_KEY. When it ends, or reaches a limit, its key is refused, its processes are killed, and the files of its
+folder are read. Then its sandbox ends. Commands of the reward run in fresh ones.
 """
 
 import asyncio
+import contextlib
 import inspect
+import json
+import re
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import cache, partial
+from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from ownloop_agents.endpoint import AgentEndpoint
 from ownloop_agents.open_session import OpenSession
 from ownloop_agents.sessions import EndedBy, ModelCall, Session, SessionGroup
-from ownloop_sandbox.sandboxes import Ended, Place, Sandbox, SandboxName, make_sandbox
+from ownloop_sandbox.sandboxes import Box, Ended, Place, SandboxName, Work, check_sandbox, make_sandbox
 from rl.checks import check_above_zero, check_at_least
 from rl.protocols import Done
 from rl.rollouts.episodes import checked_reward
 
 _LOOK_S = 0.2
+_PYTHON = re.compile(r"python[0-9.]*$")
+_STEERING = ("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +47,11 @@ class AgentTask:
     files: Mapping[str, str | bytes] = field(default_factory=dict[str, "str | bytes"])
     """What lies in the program's folder at the start, by relative names."""
     hidden: Mapping[str, str | bytes] = field(default_factory=dict[str, "str | bytes"])
-    """What is put there for the reward, after the program has ended, such as tests."""
+    """What commands of the reward find there besides, such as tests. The program never sees them."""
+    kept: tuple[str, ...] = ()
+    """What commands of the reward find as the program left it, besides the names of `files`: further names, and
+    folders, which end with "/"; "./" is all. Files that steer pytest or Python, such as conftest.py, are as in `files`.
+    """
     answer: Any = None
     """For the reward."""
 
@@ -67,8 +77,12 @@ class Program:
     time_limit_s: float = 300.0
     idle_limit_s: float = 120.0
     """Longest time without a request after the first, while none is being answered."""
-    memory_bytes: int | None = None
-    """Of one process, or of a container."""
+    memory_bytes: int = 4 << 30
+    """Of all its processes and files together, and of each process. `local`: of each process alone."""
+    disk_bytes: int = 1 << 30
+    """Of all its files, which are kept in memory. `local`: of each file."""
+    max_processes: int = 256
+    """Processes and threads. Not limited by `local`."""
     max_at_once: int = 32
     """How many run at the same time."""
 
@@ -78,6 +92,19 @@ class Program:
             raise ValueError(f"Program.argv is {self.argv!r}; it must be a sequence of the program and its arguments")
         check_above_zero(time_limit_s=self.time_limit_s, idle_limit_s=self.idle_limit_s)
         check_at_least(1, max_at_once=self.max_at_once)
+        self.place()
+
+    def place(self, url: str = "", socket: Path | None = None) -> Place:
+        """Its place in a sandbox. Raises ValueError for limits that make no sense."""
+        return Place(
+            url=url,
+            socket=socket,
+            image=self.image,
+            shows=self.shows,
+            memory_bytes=self.memory_bytes,
+            disk_bytes=self.disk_bytes,
+            num_processes=self.max_processes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +116,10 @@ class Attempt:
     output: str
     """The end of its output and errors."""
     calls: tuple[ModelCall, ...]
-    run: Callable[[Sequence[str], float], Awaitable[Ended]]
-    """Runs a command, for so many seconds at most, in the program's sandbox."""
+    run: Callable[..., Awaitable[Ended]]
+    """`await run(argv, seconds)` runs a command in a fresh sandbox without a network, with the files that the task
+    names, its hidden ones, and another HOME. `said=` is its standard input. Raises `BoxError` if it cannot be started.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +133,7 @@ class Scored:
     """Whether a limit of the program's own ended the episode, such as its number of turns."""
 
 
-Reward = Callable[[AgentTask, Path, Attempt], "float | Scored | Awaitable[float | Scored]"]
+Reward = Callable[[AgentTask, Work, Attempt], "float | Scored | Awaitable[float | Scored]"]
 
 
 @runtime_checkable
@@ -124,7 +153,7 @@ class AgentEnv(Protocol):
         """The first `count` held-out tasks. They are the same in every run."""
         ...
 
-    async def reward(self, task: AgentTask, work: Path, attempt: Attempt) -> float | Scored:
+    async def reward(self, task: AgentTask, work: Work, attempt: Attempt) -> float | Scored:
         """See `Reward`."""
         ...
 
@@ -136,7 +165,7 @@ def as_agent_env(env: object) -> AgentEnv:
     return env
 
 
-async def exit_code(task: AgentTask, work: Path, attempt: Attempt) -> float:
+async def exit_code(task: AgentTask, work: Work, attempt: Attempt) -> float:
     """The reward 1 for a program that ended with status 0, otherwise 0."""
     del task, work
     return float(attempt.exit_code == 0)
@@ -144,15 +173,105 @@ async def exit_code(task: AgentTask, work: Path, attempt: Attempt) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The reward 1 if a command ends with status 0 in the program's sandbox, with the task's hidden files there."""
+    """The reward 1 if a command ends with status 0, with the files that the task names and its hidden ones.
+
+    Of a Python program (`python3 test.py`, `python3 -m pytest`, `python3 -m unittest`, `pytest`), it is paid only if
+    the program came to its end by itself, with at least one test of pytest passed, and if the work under test did not
+    skip one. Of any other command the status is all that is known: work that ends the command with status 0 is paid.
+
+    Work that runs within its tests' process can still do what no command can see from there: return a value that claims
+    to be equal to every other, or rewrite the process that tests it. `Calls` compares in a process of its own.
+    """
 
     argv: Sequence[str]
     time_limit_s: float = 60.0
 
-    async def __call__(self, task: AgentTask, work: Path, attempt: Attempt) -> float:
+    async def __call__(self, task: AgentTask, work: Work, attempt: Attempt) -> float:
+        """See `Reward`. Raises RuntimeError if the command cannot be started: that is no fault of the attempt."""
+        del work
+        proven = _proven(self.argv)
+        if proven is None:
+            return float((await attempt.run(self.argv, self.time_limit_s)).exit_code == 0)
+        mark = secrets.token_hex(16)
+        said = json.dumps({"mark": mark, "trusted": [*task.hidden]})
+        ended = await attempt.run(proven, self.time_limit_s, said=said)
+        if f"{mark}?" in ended.output:
+            raise RuntimeError(f"the reward's command cannot be started: {' '.join(self.argv)}")
+        return float(ended.exit_code == 0 and mark in ended.output)
+
+
+def _proven(argv: Sequence[str]) -> list[str] | None:
+    """The command that says with a mark that a Python program came to its end. None for another command."""
+    first, *rest = argv
+    if PurePosixPath(first).name in ("pytest", "py.test"):
+        found = shutil.which(first)
+        shebang = Path(found).read_bytes().split(b"\n")[0].decode(errors="replace") if found else ""
+        first, rest = shebang[2:].strip() if _PYTHON.search(shebang) else "python3", ["-m", "pytest", *rest]
+    if _PYTHON.match(PurePosixPath(first).name) is None:
+        return None
+    options: list[str] = []
+    while rest and rest[0].startswith("-") and (how := re.fullmatch(r"-(\w*)([mc])", rest[0])) is None:
+        options.append(rest.pop(0))
+        if options[-1] in ("-W", "-X") and rest:
+            options.append(rest.pop(0))
+        if options[-1] == "-":
+            return None  # a program of standard input
+    if not rest:
+        return None
+    if rest[0].startswith("-") and (how := re.fullmatch(r"-(\w*)([mc])", rest[0])) is not None:
+        options += [f"-{how[1]}"] * bool(how[1])
+        rest[0] = f"-{how[2]}"
+    return [first, *options, "-c", _text("inner_proof.py"), *rest]
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The reward 1 if a function of the work returns what it should, for all arguments.
+
+    The work runs in a sandbox of its own, which never has the expected values; they are compared here. So arguments and
+    values are what JSON can say.
+    """
+
+    file: str
+    name: str
+    cases: Sequence[tuple[Sequence[Any], Any]]
+    """Arguments, and the expected value."""
+    time_limit_s: float = 60.0
+
+    async def __call__(self, task: AgentTask, work: Work, attempt: Attempt) -> float:
         """See `Reward`."""
         del task, work
-        return float((await attempt.run(self.argv, self.time_limit_s)).exit_code == 0)
+        mark = secrets.token_hex(16)
+        said = json.dumps(
+            {"mark": mark, "file": self.file, "name": self.name, "given": [list(c[0]) for c in self.cases]}
+        )
+        ended = await attempt.run(["python3", "-I", "-c", _CALL], self.time_limit_s, said=said)
+        _, _, found = ended.output.rpartition(mark)
+        with contextlib.suppress(ValueError, RecursionError):
+            return float(_same(json.loads(found), json.loads(json.dumps([case[1] for case in self.cases]))))
+        return 0.0
+
+
+_CALL = """
+import json, os, sys
+asked = json.load(sys.stdin)
+out = os.dup(1)
+space = {"__name__": "work"}
+exec(compile(open(asked["file"]).read(), asked["file"], "exec"), space)
+found = [space[asked["name"]](*given) for given in asked["given"]]
+os.write(out, (asked["mark"] + json.dumps(found)).encode())
+os._exit(0)
+"""
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values of JSON are equal, with types: 1 is not true."""
+    if isinstance(one, list) and isinstance(other, list):
+        both: zip[tuple[Any, Any]] = zip(one, other, strict=False)
+        return len(one) == len(other) and all(_same(*pair) for pair in both)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return isinstance(one, bool) == isinstance(other, bool) and one == other
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +280,10 @@ class RewardFile:
 
     name: str
 
-    async def __call__(self, task: AgentTask, work: Path, attempt: Attempt) -> float:
+    async def __call__(self, task: AgentTask, work: Work, attempt: Attempt) -> float:
         """See `Reward`."""
         del task, attempt
-        return float((work / self.name).read_text())
+        return float(work.read(self.name, most=100))
 
 
 async def run_agents(
@@ -185,7 +304,7 @@ async def run_agents(
     """
     check_at_least(1, num_samples=num_samples)
     # before the first task: a sandbox that does not work is one error
-    make_sandbox(program.sandbox, Place(work=Path(), url="", socket=None, image=program.image))
+    await asyncio.to_thread(check_sandbox, program.sandbox, program.image)
     places = asyncio.Semaphore(program.max_at_once)
 
     async def one(index: int, task: AgentTask) -> Session | str:
@@ -224,36 +343,24 @@ async def _attempt(
 ) -> Session:
     """Runs the program once, and scores its work. Every process of it has ended when this returns or raises."""
     started = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="ownloop-program-"))  # outside the sandbox, which gets only `work`
-    place = Place(
-        work=folder / "work",
-        url=endpoint.url,
-        socket=endpoint.socket,
-        image=program.image,
-        shows=program.shows,
-        memory_bytes=program.memory_bytes,
-    )
-    sandbox = make_sandbox(program.sandbox, place)
+    sandbox = make_sandbox(program.sandbox, program.place(endpoint.url, endpoint.socket))
     try:
         await sandbox.create()
         for name, content in task.files.items():
-            sandbox.put(name, content)
-        ended, ended_by = await _run(sandbox, opened, program, task)
+            await sandbox.put(name, content)
+        ended, ended_by = await _run(sandbox, endpoint.url, opened, program, task)
         await endpoint.end(opened)  # now the calls are final
         calls = opened.final_calls()
         if not calls:
             raise RuntimeError(f"the program made no finished call (status {ended.exit_code}): {ended.output[-500:]}")
-        for name, content in task.hidden.items():  # the program has ended, so it cannot have seen them
-            sandbox.put(name, content)
-
-        async def run(argv: Sequence[str], time_limit_s: float) -> Ended:
-            return await sandbox.run(argv, program.env, time_limit_s)
-
-        attempt = Attempt(exit_code=ended.exit_code, output=ended.output, calls=calls, run=run)
-        scored = await _scored(reward(task, place.work, attempt))
+        await sandbox.stop()
+        work = await sandbox.files()
     finally:
         await sandbox.destroy()
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)  # many small files; not on the event loop
+    with contextlib.closing(work):
+        run = partial(_in_a_fresh_sandbox, program, task, work)
+        attempt = Attempt(exit_code=ended.exit_code, output=ended.output, calls=calls, run=run)
+        scored = await _scored(reward(task, work, attempt))
     return Session(
         id=opened.id,
         calls=calls,
@@ -268,6 +375,36 @@ async def _attempt(
     )
 
 
+async def _in_a_fresh_sandbox(
+    program: Program, task: AgentTask, work: Work, argv: Sequence[str], time_limit_s: float, *, said: str = ""
+) -> Ended:
+    """See `Attempt.run`."""
+    sandbox = make_sandbox(program.sandbox, program.place())
+    try:
+        await sandbox.create()
+        for name in work.names:
+            is_named = name in task.files or any(part == "./" or name.startswith(part) for part in _folders(task.kept))
+            steers = PurePosixPath(name).name in _STEERING or name.endswith(".pth")
+            if (is_named or name in task.kept) and not steers:
+                with contextlib.suppress(ValueError):  # too big to be read, as the program left it
+                    await sandbox.put(name, work.read(name), mode=work.mode(name) | 0o400)
+        given = {name: content for name, content in task.files.items() if PurePosixPath(name).name in _STEERING}
+        for name, content in {**given, **task.hidden}.items():
+            await sandbox.put(name, content)
+        return await sandbox.run(argv, {"HOME": sandbox.home, **program.env}, time_limit_s, said=said)
+    finally:
+        await sandbox.destroy()
+
+
+def _folders(kept: Sequence[str]) -> list[str]:
+    return [name for name in kept if name.endswith("/")]
+
+
+@cache
+def _text(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
 async def _scored(found: "float | Scored | Awaitable[float | Scored]") -> Scored:
     """What a reward has found. Raises `EnvironmentFailedError` as `checked_reward` does."""
     value = await found if inspect.isawaitable(found) else found  # rewards may be plain functions or coroutines
@@ -276,13 +413,13 @@ async def _scored(found: "float | Scored | Awaitable[float | Scored]") -> Scored
     return scored
 
 
-async def _run(sandbox: Sandbox, opened: OpenSession, program: Program, task: AgentTask) -> tuple[Ended, EndedBy]:
+async def _run(sandbox: Box, url: str, opened: OpenSession, program: Program, task: AgentTask) -> tuple[Ended, EndedBy]:
     """Runs the program until it ends or reaches a limit. Says which."""
-    url = sandbox.reach()
     # each argument in turn, so that a prompt may contain `{base_url}`
     given = [argument.replace("{base_url}", f"{url}/v1") for argument in program.argv]
     argv = [argument.replace("{prompt}", task.prompt) for argument in given]
     env = {
+        "HOME": sandbox.work,
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": opened.key,
         "ANTHROPIC_BASE_URL": url,

@@ -1,14 +1,16 @@
-"""Small repairs for a coding assistant: a file with a function that has one mistake, and tests that it does not see.
+"""Small repairs for a coding assistant: a file with a function that has one mistake, and calls that it does not see.
 
 Any program that edits files can play them. Functions of held-out tasks are not in the training data.
 """
 
+from ast import literal_eval
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
+from typing import Any
 
-from ownloop_agents.programs import AgentTask, Attempt, Command, Program
+from ownloop_agents.programs import AgentTask, Attempt, Calls, Program
+from ownloop_sandbox.sandboxes import Work
 
 _MISTAKES = (
     (" + ", " - "),
@@ -18,7 +20,7 @@ _MISTAKES = (
     ("[::-1]", "[1:]"),
     ("range(1, ", "range("),
 )
-# What the function should do, its text, and arguments that tell the right one from every wrong one.
+# What the function should do, its text, and arguments that tell the right one from every wrong one, as Python's text.
 _TRAINING = (
     ("the sum of two numbers", "def total(a, b):\n    return a + b\n", "(2, 3), (7, 1)"),
     ("the smaller of two numbers", "def smaller(a, b):\n    return a if a < b else b\n", "(2, 3), (7, 1)"),
@@ -38,14 +40,11 @@ _HELD_OUT = (
         "(3, 5), (9, 5)",
     ),
 )
-_CHECK = "from work import {name}\nright = {{}}\nexec({source!r}, right)\nfor given in [{arguments}]:\n" + (
-    "    assert {name}(*given) == right[{name!r}](*given)\n"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """The tasks, for a program. The reward is 1 if the function then passes its tests."""
+    """The tasks, for a program. The reward is 1 if the function then returns what it should."""
 
     program: Program
     """The assistant. `{prompt}` in its arguments says what to do; its folder holds `work.py`."""
@@ -60,9 +59,9 @@ class Repair:
         """See `AgentEnv`."""
         return [_task(_HELD_OUT, Random(f"repair/eval/{index}"), index) for index in range(count)]
 
-    async def reward(self, task: AgentTask, work: Path, attempt: Attempt) -> float:
-        """1 if the tests pass."""
-        return await Command(["python3", "check.py"])(task, work, attempt)
+    async def reward(self, task: AgentTask, work: Work, attempt: Attempt) -> float:
+        """1 if the function returns what the right one does."""
+        return await Calls("work.py", *task.answer)(task, work, attempt)
 
 
 def _task(functions: Sequence[tuple[str, str, str]], random: Random, index: int) -> AgentTask:
@@ -70,10 +69,12 @@ def _task(functions: Sequence[tuple[str, str, str]], random: Random, index: int)
     # a mistake that this function can have
     right, wrong = random.choice([pair for pair in _MISTAKES if pair[0] in source])
     name = source[len("def ") : source.index("(")]  # from its first line
+    space: dict[str, Any] = {}
+    exec(source, space)  # the right one, of this file
+    cases = [(list(given), space[name](*given)) for given in literal_eval(f"[{arguments}]")]
     return AgentTask(
         id=f"{name}-{index}",
         prompt=f"work.py has a function {name} with a mistake. It should return {says}. Repair it.",
         files={"work.py": source.replace(right, wrong, 1)},  # one place, the first
-        # compared with the right function, so any correct repair passes
-        hidden={"check.py": _CHECK.format(name=name, source=source, arguments=arguments)},
+        answer=(name, cases),
     )

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ownloop_agents.programs import AgentTask, Attempt, Program, Scored
+from ownloop_sandbox.sandboxes import Work
 from rl.data.rows import python_order, split, stream
 
 _START_S = 120.0
@@ -116,7 +117,7 @@ class VerifiersTasks:
         worker = self._worker(held_out=True)
         return [_task(row, worker) for row in rows[:count]]
 
-    async def reward(self, task: AgentTask, work: Path, attempt: Attempt) -> Scored:
+    async def reward(self, task: AgentTask, work: Work, attempt: Attempt) -> Scored:
         """The environment's own reward, metrics and truncation. Raises RuntimeError with its own error."""
         del task, attempt
         # empty if the worker died with the connection open

@@ -19,6 +19,7 @@ from generator.config import GeneratorConfig
 from ownloop_agents.endpoint import SessionLimits, agent_endpoint
 from ownloop_agents.programs import AgentTask, Attempt, Program, run_agents
 from ownloop_agents.sessions import session_to_data, trained_calls
+from ownloop_sandbox.sandboxes import Work
 from plugins.agents.tests.chatting import chat_model
 from rl.types import SamplingParams
 from tests.waiting import until, wait_until
@@ -67,7 +68,7 @@ json.dump([got, failed], open("got.json", "w"))
 """
 
 
-async def _same_tokens(task: AgentTask, work: Path, attempt: Attempt) -> float:
+async def _same_tokens(task: AgentTask, work: Work, attempt: Attempt) -> float:
     """How often the program had to ask again. Raises unless each answer that it got was captured once."""
     got, failed = json.loads((work / "got.json").read_text())
     captured = Counter(call.turn.completion.tokens for call in attempt.calls if call.delivered)

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,6 +22,7 @@ from ownloop_agents.programs import (
     run_agents,
 )
 from ownloop_agents.sessions import SessionGroup, session_to_data
+from ownloop_sandbox.sandboxes import Work
 from plugins.agents.tests.chatting import endpoint_over
 from tests.generator.running import run_paced
 
@@ -64,7 +64,7 @@ def tasks(count: int = 1, **options: Any) -> list[AgentTask]:
     ]
 
 
-async def right(task: AgentTask, work: Path, attempt: Attempt) -> float:
+async def right(task: AgentTask, work: Work, attempt: Attempt) -> float:
     assert attempt.exit_code == 0
     return float((work / "answer.txt").read_text() == task.answer)
 
@@ -82,7 +82,7 @@ def run(engine: GenerationEngine, made: Program, todo: list[AgentTask], reward: 
     return found
 
 
-@pytest.mark.parametrize("sandbox", ["local", "bubblewrap"])
+@pytest.mark.parametrize("sandbox", ["local", "namespaces", "bubblewrap"])
 def test_a_program_that_knows_nothing_becomes_data(chat_engine: GenerationEngine, sandbox: str) -> None:
     try:
         groups = run(chat_engine, program(SDK_CHAT, "{prompt}", sandbox=sandbox), tasks(2), num_samples=2, seed=5)
@@ -112,14 +112,14 @@ def test_rewards_come_from_status_commands_and_files(chat_engine: GenerationEngi
     said = ["x", "number 0", "0.5", "x"]
     expected = [1.0, 1.0, 0.5, 0.25]
     for reward, word, value in zip(rewards, said, expected, strict=True):
-        (group,) = run(chat_engine, program(CHAT, word), tasks(hidden=hidden), reward)
+        (group,) = run(chat_engine, program(CHAT, word), tasks(hidden=hidden, kept=("answer.txt",)), reward)
         assert [session.reward for session in group.sessions] == [value], group.failures
-    (group,) = run(chat_engine, program(CHAT, "number 1"), tasks(hidden=hidden), command)
+    (group,) = run(chat_engine, program(CHAT, "number 1"), tasks(hidden=hidden, kept=("answer.txt",)), command)
     assert [session.reward for session in group.sessions] == [0.0]
 
 
 def test_a_reward_may_say_more(chat_engine: GenerationEngine) -> None:
-    def scored(task: AgentTask, work: Path, attempt: Attempt) -> Scored:
+    def scored(task: AgentTask, work: Work, attempt: Attempt) -> Scored:
         del task, attempt
         return Scored(reward=0.5, metrics={"port": float((work / "answer.txt").read_text()[-3] == "/")}, truncated=True)
 
@@ -130,7 +130,7 @@ def test_a_reward_may_say_more(chat_engine: GenerationEngine) -> None:
 
 
 def test_an_attempt_that_fails_costs_itself_alone(chat_engine: GenerationEngine) -> None:
-    def picky(task: AgentTask, work: Path, attempt: Attempt) -> float | Scored:
+    def picky(task: AgentTask, work: Work, attempt: Attempt) -> float | Scored:
         del work, attempt
         scored = Scored(reward=1.0, metrics={"step": 3.0}), Scored(reward=1.0, metrics={"steps": float("nan")})
         return {"0": 1.0, "1": float("nan"), "2": scored[0], "3": scored[1]}[task.id]
@@ -179,7 +179,7 @@ def test_limits_end_a_program_and_all_its_processes(
 def test_as_many_programs_run_at_once_as_are_allowed(chat_engine: GenerationEngine) -> None:
     now = most = 0
 
-    async def counted(task: AgentTask, work: Path, attempt: Attempt) -> float:
+    async def counted(task: AgentTask, work: Work, attempt: Attempt) -> float:
         nonlocal now, most
         del task, work, attempt
         now += 1

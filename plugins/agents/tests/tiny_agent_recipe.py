@@ -8,6 +8,7 @@ from pathlib import Path
 from generator.config import GeneratorConfig
 from ownloop_agents.agent_loop import AgentConfig
 from ownloop_agents.programs import AgentTask, Attempt, Program
+from ownloop_sandbox.sandboxes import Work
 from plugins.agents.tests.chatting import chat_model
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig
@@ -45,7 +46,7 @@ class Letters:
         """See `AgentEnv`."""
         return [AgentTask(id=f"eval-{index}", prompt=f"held out {index}") for index in range(count)]
 
-    async def reward(self, task: AgentTask, work: Path, attempt: Attempt) -> float:
+    async def reward(self, task: AgentTask, work: Work, attempt: Attempt) -> float:
         """See `AgentEnv`."""
         del task, attempt
         said = (work / "said.txt").read_text()

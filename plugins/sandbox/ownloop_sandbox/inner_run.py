@@ -1,10 +1,16 @@
-"""Runs in the sandbox: limits this process, filters its system calls, reads code from standard input and runs it.
+"""Runs first in every box: builds it where no other program did, limits this process, filters its calls, and goes on.
 
-It is started with `python -c` and the text of this file, so it imports nothing but the standard library. Its arguments
-are numbers: bytes of memory, seconds of CPU time, processes that the code may start (-1: as many as the user may have),
-bytes of a file, and whether to filter system calls (1 or 0). Two more make this file build the sandbox first: the bytes
-of the scratch folder, and the folders to show. It is then process 1 of a PID namespace, with all capabilities over the
-new namespaces only, and leaves the host's files behind, gives up all rights, and continues in a child.
+It is started with `python -c` and the text of this file, so it imports nothing but the standard library. Its arguments:
+
+1. the text of `inner_serve.py`, which then runs commands in the box; "" runs the code of standard input instead
+2. the settings of `inner_serve.py`, as JSON
+3. what may be reached: "nothing", one "endpoint", or "all", which filters no system calls
+4. numbers, with commas between them, -1 for no limit: bytes of memory, seconds of CPU time, processes that may be
+   started, bytes of a file, open files, and files of the box that are counted by looking (0: by the kernel)
+5. bytes and files of the folders that can be written; then the folders to show, and those to make, which begin with +
+
+With the fifth, this file builds the box: new namespaces, in which it is process 1, and mounts. It needs a kernel that
+lets this user make them, and no other program. As root it becomes "nobody".
 
 The filter is a seccomp filter, a program of classic BPF (man 2 seccomp) that every later process and thread inherits.
 It refuses, with EPERM, the calls that no namespace separates and no limit counts. Calls newer than Linux 6.1
@@ -56,32 +62,28 @@ _REFUSED = {  # name, number on x86-64, number on aarch64; "-" where an architec
 }
 _LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06  # instructions of classic BPF
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
-_AF_UNIX, _NEW_NAMESPACES, _MAP_HUGETLB, _F_SETPIPE_SZ = 1, 0x7E020000, 0x40000, 1031
+_NEW_NAMESPACES, _NEW_USER, _MAP_HUGETLB, _F_SETPIPE_SZ = 0x7E020000, 0x10000000, 0x40000, 1031
 _TIOCSTI, _TIOCLINUX, _PR_SET_SECCOMP, _PR_SCHED_CORE = 0x5412, 0x541C, 22, 62
-_SO_SNDBUF, _SO_RCVBUF, _SO_ATTACH_FILTER, _SO_ATTACH_BPF = 7, 8, 26, 50
-# Calls that are refused for some arguments: name, numbers as above, which argument, and how it compares with a value.
+_SOL_SOCKET, _SO_SNDBUF, _SO_RCVBUF, _SO_ATTACH_FILTER, _SO_ATTACH_BPF = 1, 7, 8, 26, 50
+# The network namespace has nothing but its own loopback. Of the other families, no namespace separates AF_VSOCK, and
+# some load modules on demand.
+FAMILIES = {"nothing": (1,), "endpoint": (1, 2, 10)}  # AF_UNIX, AF_INET, AF_INET6
+# Calls that are refused for some arguments: name, numbers as above, which argument, and how it compares with values.
 _REFUSED_WITH = (
-    (
-        "socket",
-        41,
-        198,
-        0,
-        "!=",
-        (_AF_UNIX,),
-    ),  # network namespaces do not separate AF_VSOCK, and load modules on demand
-    ("socketpair", 53, 199, 0, "!=", (_AF_UNIX,)),
     ("clone", 56, 220, 0, "&", (_NEW_NAMESPACES,)),
     ("fcntl", 72, 25, 1, "==", (_F_SETPIPE_SZ,)),
-    ("setsockopt", 54, 208, 2, "==", (_SO_SNDBUF, _SO_RCVBUF, _SO_ATTACH_FILTER, _SO_ATTACH_BPF)),
     ("mmap", 9, 222, 3, "&", (_MAP_HUGETLB,)),  # huge pages are a pool of the host
     ("ioctl", 16, 29, 1, "==", (_TIOCSTI, _TIOCLINUX)),
     ("prctl", 157, 167, 0, "==", (_PR_SET_SECCOMP, _PR_SCHED_CORE)),
 )
+_SET_OPTION = (_SO_SNDBUF, _SO_RCVBUF, _SO_ATTACH_FILTER, _SO_ATTACH_BPF)  # of a socket, not of its protocol
 _CLONE3, _NEWEST = 435, 450  # both the same on every architecture
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_* of the kernel
 _M_ARENA_MAX = -8  # of man 3 mallopt
-_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MNT_DETACH = 2, 4, 4096, 16384, 2
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 2, 4, 8, 4096, 16384, 1 << 18, 2
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _AT_RECURSIVE, _SYS_MOUNT_SETATTR, _AT_FDCWD = 1, 2, 0x8000, 442, -100
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _SIGKILL, _NOBODY, _KEYCTL_JOIN_SESSION_KEYRING = 1, 36, 9, 65534, 1
+_SIOCSIFFLAGS, _IFF_UP, _KEYCTL = 0x8914, 1, {"x86_64": 250, "aarch64": 219}
 _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 4, 24, 38, 47, 4
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 _TREE = "/sys"  # exists on every Linux and holds nothing that the sandbox shows
@@ -97,9 +99,9 @@ def refused_calls(machine: str) -> dict[str, int]:
     return {name: int(number) for name, number in zip(words[::3], numbers, strict=True) if number != "-"}
 
 
-def filter_calls(machine: str) -> list[tuple[int, int, int, int]]:
+def filter_calls(machine: str, reach: str = "nothing") -> list[tuple[int, int, int, int]]:
     """The BPF program for a machine: operation, jumps if true and if false, and a constant, for each instruction."""
-    refuse = (_RETURN, 0, 0, _ERROR | errno.EPERM)
+    allow, refuse = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERROR | errno.EPERM)
     absent = (_RETURN, 0, 0, _ERROR | errno.ENOSYS)
     program = [
         *((_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _MACHINES[machine]), (_RETURN, 0, 0, _KILL)),
@@ -108,14 +110,30 @@ def filter_calls(machine: str) -> list[tuple[int, int, int, int]]:
     ]
     for number in refused_calls(machine).values():
         program += [(_EQUAL, 0, 1, number), refuse]
+
+    def add(x86: int, aarch: int, body: list[tuple[int, int, int, int]]) -> None:
+        program.extend([(_EQUAL, 0, len(body) + 1, x86 if machine == "x86_64" else aarch), *body, allow])
+
+    families = FAMILIES[reach]
+    for x86, aarch, allowed in ((41, 198, families), (53, 199, (1,))):  # socket, socketpair
+        tests = [(_EQUAL, len(allowed) - place, 0, value) for place, value in enumerate(allowed)]
+        add(x86, aarch, [_argument(0), *tests, refuse])
     for _, x86, aarch, argument, comparison, values in _REFUSED_WITH:
-        number = x86 if machine == "x86_64" else aarch
-        program += [(_EQUAL, 0, 2 + 2 * len(values), number), (_LOAD, 0, 0, 16 + 8 * argument)]  # its lower 32 bits
-        for value in values:
-            operation = _ANY_BIT if comparison == "&" else _EQUAL
-            program += [(operation, *((1, 0) if comparison == "!=" else (0, 1)), value), refuse]
-        program.append((_RETURN, 0, 0, _ALLOW))
-    return [*program, (_RETURN, 0, 0, _ALLOW)]
+        add(x86, aarch, [_argument(argument), *_refused_values(comparison, values, refuse)])
+    options = [_argument(2), *_refused_values("==", _SET_OPTION, refuse)]
+    add(54, 208, [_argument(1), (_EQUAL, 0, len(options), _SOL_SOCKET), *options])
+    return [*program, allow]
+
+
+def _argument(number: int) -> tuple[int, int, int, int]:
+    return (_LOAD, 0, 0, 16 + 8 * number)  # its lower 32 bits
+
+
+def _refused_values(
+    comparison: str, values: tuple[int, ...], refuse: tuple[int, int, int, int]
+) -> list[tuple[int, int, int, int]]:
+    operation = _ANY_BIT if comparison == "&" else _EQUAL
+    return [each for value in values for each in ((operation, 0, 1, value), refuse)]
 
 
 def install_filter(program: list[tuple[int, int, int, int]]) -> None:
@@ -145,27 +163,32 @@ def count_processes() -> int:
     sys.exit("the user may start no process here")
 
 
-def set_limits(memory_bytes: int, cpu_seconds: int, num_processes: int, file_bytes: int) -> None:
-    """Sets the limits of this process and of all that it will start."""
+def set_limits(
+    memory_bytes: int, cpu_seconds: int, num_processes: int, file_bytes: int, num_open: int, *, address_space: bool
+) -> None:
+    """Sets the limits of this process and of all that it will start. -1 sets none.
+
+    Memory is the address space, or what of it can be written: programs reserve more than they use.
+    """
     limits = {
-        resource.RLIMIT_AS: memory_bytes,
+        resource.RLIMIT_AS if address_space else resource.RLIMIT_DATA: memory_bytes,
         resource.RLIMIT_STACK: 8 << 20,
         resource.RLIMIT_CPU: cpu_seconds,
         resource.RLIMIT_FSIZE: file_bytes,
-        resource.RLIMIT_NOFILE: 32,
+        resource.RLIMIT_NOFILE: num_open,
         # 0 would still start the host's program for crashes, if core_pattern names one; 1 starts nothing (man 5 core).
         resource.RLIMIT_CORE: 1,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_SIGPENDING: 256,
+        resource.RLIMIT_NPROC: count_processes() + num_processes if num_processes >= 0 else -1,
     }
-    if num_processes >= 0:
-        limits[resource.RLIMIT_NPROC] = count_processes() + num_processes
     libc.mallopt(_M_ARENA_MAX, 1)  # else each thread reserves 64 MiB of the address space
     for limit, wanted in limits.items():
         hard = resource.getrlimit(limit)[1]
         value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(limit, (value, value))  # soft and hard are the same, so that the code cannot raise them
+        if wanted >= 0:
+            resource.setrlimit(limit, (value, value))  # soft and hard are the same, so that the code cannot raise them
 
 
 def call(name: str, *arguments: object) -> None:
@@ -184,9 +207,9 @@ def tmpfs(path: str, size_bytes: int, num_files: int, mode: str) -> None:
 
 
 def show(path: str) -> None:
-    """Makes a file or folder of the host, or what its symbolic link says, visible under the same path."""
+    """Makes a file or folder of the host visible under the same path. Links in the root folder stay links."""
     target = f"{_ROOT}{path}"
-    if os.path.islink(path):
+    if os.path.islink(path) and path.count("/") == 1:
         os.symlink(os.readlink(path), target)
         return
     if os.path.isdir(path):
@@ -197,23 +220,55 @@ def show(path: str) -> None:
     call("mount", path, target, None, _MS_BIND | _MS_REC, None)
 
 
-def replace_mounts(scratch_bytes: int, paths: list[str]) -> None:
-    """Replaces all mounts by a tree that shows `paths` read-only and has /tmp to write to."""
-    tmpfs(_TREE, 1 << 20, 256, "0755")
-    for path in paths:
-        show(path)
-    os.mkdir(f"{_ROOT}/tmp")
-    os.symlink("/tmp", f"{_ROOT}/dev/shm")
-    attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
+def set_attributes(path: str, flags: int, on: int, off: int) -> None:
+    """Sets attributes of the mount at a path and, with _AT_RECURSIVE, of all below it."""
+    attributes = (ctypes.c_uint64 * 4)(on, off, 0, 0)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    call("syscall", _SYS_MOUNT_SETATTR, _AT_FDCWD, _TREE, _AT_RECURSIVE, attributes, size)
-    tmpfs(f"{_ROOT}/tmp", scratch_bytes, 4096, "1777")
+    call("syscall", _SYS_MOUNT_SETATTR, _AT_FDCWD, path, flags, attributes, size)
+
+
+def replace_mounts(scratch_bytes: int, num_files: int, paths: list[str]) -> None:
+    """Replaces all mounts by a tree that shows `paths` read-only.
+
+    It can be written in /tmp, or, with folders to make, everywhere but in `paths`, and has /proc and terminals.
+    """
+    made = [path[1:] for path in paths if path[0] == "+"]
+    tmpfs(_TREE, 1 << 20, 256, "0755")
+    os.mkdir(_ROOT)
+    if made:
+        tmpfs(_ROOT, scratch_bytes, num_files, "0755")
+    for path in paths:
+        if path[0] != "+":
+            show(path)
+    os.makedirs(f"{_ROOT}/tmp", exist_ok=True)
+    os.symlink("/tmp", f"{_ROOT}/dev/shm")
+    set_attributes(_TREE, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0)
+    if made:
+        set_attributes(_ROOT, 0, 0, _MOUNT_ATTR_RDONLY)
+        for path in ("/tmp", "/proc", "/dev/pts", *made):
+            os.makedirs(f"{_ROOT}{path}", exist_ok=True)
+            os.chmod(f"{_ROOT}{path}", 0o1777)
+        call("mount", "proc", f"{_ROOT}/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None)
+        terminals = "newinstance,ptmxmode=0666,mode=620,max=64"
+        call("mount", "devpts", f"{_ROOT}/dev/pts", "devpts", _MS_NOSUID | _MS_NOEXEC, terminals)
+        for name, path in (("ptmx", "pts/ptmx"), ("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0")):
+            os.symlink(path, f"{_ROOT}/dev/{name}")
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.symlink(f"/proc/self/fd/{number}", f"{_ROOT}/dev/{name}")
+    else:
+        tmpfs(f"{_ROOT}/tmp", scratch_bytes, num_files, "1777")
     os.chdir(_TREE)
     call("pivot_root", ".", ".")
     call("umount2", ".", _MNT_DETACH)
-    # The kernel refuses new user namespaces, in which the code would have rights again, to a process in a chroot.
-    os.chroot("/root")
-    os.chdir("/tmp")
+
+
+def open_loopback() -> None:
+    """Switches on the network device that leads to this box alone."""
+    import fcntl
+    import socket
+
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
 
 
 def give_up_all_rights() -> None:
@@ -224,39 +279,124 @@ def give_up_all_rights() -> None:
     while libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) == 0:  # fails at the first that this kernel does not have
         number += 1
     call("capset", (ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
-    call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process may trace this one
 
 
-def leave_the_host(scratch_bytes: int, paths: list[str]) -> None:
-    """Leaves the host's files behind and gives up all rights. Returns in a child process."""
+def map_user(proc: int, process: str, user: int, group: int) -> None:
+    """Gives "nobody" of a process's user namespace an id outside."""
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{_NOBODY} {user} 1"),
+        ("gid_map", f"{_NOBODY} {group} 1"),
+    ):
+        file = os.open(f"{process}/{name}", os.O_WRONLY, dir_fd=proc)
+        os.write(file, text.encode())
+        os.close(file)
+
+
+def become_nobody() -> None:
+    """Leaves root for a user to whom limits apply."""
+    os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+    os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+
+
+def leave_the_host(sizes: str, paths: list[str]) -> None:
+    """Leaves the host's files and processes behind and gives up all rights. Returns as process 1 of the namespaces."""
+    scratch_bytes, num_files = map(int, sizes.split(","))
+    os.umask(0o022)
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+    is_root = libc.unshare(_NEW_NAMESPACES & ~_NEW_USER) == 0  # it may mount what only root can read
+    if not is_root:
+        if os.geteuid() == 0:
+            os.setgroups([])
+            become_nobody()
+            call("prctl", _PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its own /proc belongs to root
+        user, group = os.geteuid(), os.getegid()
+        call("unshare", _NEW_NAMESPACES)
+        map_user(proc, "self", user, group)
+    call("prctl", _PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+    asked, ask = os.pipe()
+    answered, answer = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(ask)
+        if is_root and os.read(asked, 1):
+            map_user(proc, str(child), _NOBODY, _NOBODY)
+            os.write(answer, b"x")
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+    call("mount", "none", "/", None, _MS_REC | _MS_PRIVATE, None)
     call("sethostname", "sandbox", len("sandbox"))
-    replace_mounts(scratch_bytes, paths)
+    open_loopback()
+    replace_mounts(scratch_bytes, num_files, paths)
+    if is_root:
+        os.setgroups([])
+        call("unshare", _NEW_USER)
+        os.write(ask, b"x")
+        os.read(answered, 1)
+        become_nobody()
+    for fd in (proc, asked, ask, answered, answer):
+        os.close(fd)
+    # The kernel refuses new user namespaces, in which the code would have rights again, to a process in a chroot.
+    os.chroot("/root")
+    os.chdir("/tmp")
     give_up_all_rights()
+    call("prctl", _PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+
+
+def continue_in_a_child(num_files: int) -> None:
+    """Returns in a child process, and ends with its status, when the kernel kills all that are left.
+
+    Orphans of the box become children of this process. It looks how many files there are, unless `num_files` is 0.
+    """
+    import signal
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     child = os.fork()
     while child:
-        # Orphans of the sandbox become children of this process. When it ends, the kernel kills all that are left.
-        ended, status = os.wait()
-        if ended == child:
-            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+        signal.sigtimedwait({signal.SIGCHLD}, 0.02 if num_files else 60)
+        with_files = os.statvfs("/tmp")
+        if num_files and with_files.f_files - with_files.f_ffree > num_files:
+            os.kill(-1, signal.SIGKILL)
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        while ended:
+            if ended == child:
+                os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+            ended, status = os.waitpid(-1, os.WNOHANG)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
 
 def main() -> None:
-    """Runs the code of standard input. Exits as a program of its own would."""
-    if len(sys.argv) > 6:
-        leave_the_host(int(sys.argv[6]), sys.argv[7:])
-    *limits, filtered = map(int, sys.argv[1:6])
+    """Runs the code of standard input, or the server. Exits as a program of its own would."""
+    server, _, reach, numbers = sys.argv[1:5]
+    *limits, num_files = map(int, numbers.split(","))
     machine = os.uname().machine
-    if filtered and machine not in _MACHINES:
+    if reach != "all" and machine not in _MACHINES:
         sys.exit(f"there is no filter of system calls for {machine}, only for {' and '.join(_MACHINES)}")
-    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    set_limits(*limits)
-    if filtered:
-        install_filter(filter_calls(machine))
+    if len(sys.argv) > 5:
+        leave_the_host(sys.argv[5], sys.argv[6:])
+    if reach != "all":
+        libc.syscall(_KEYCTL[machine], _KEYCTL_JOIN_SESSION_KEYRING, None)
+        call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process may trace this one
+        if not server:
+            continue_in_a_child(num_files)
+    else:
+        call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    num_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    set_limits(*limits, address_space=not server)
+    if reach != "all":
+        install_filter(filter_calls(machine, reach))
+    if server:
+        exec(compile(server, "<inner_serve>", "exec"), {"__name__": "__main__"})  # it reads the settings of argv
+    else:
+        run_code(num_open)
+
+
+def run_code(num_open: int) -> None:
+    """Runs the code of standard input."""
     os.write(1, b"\n")  # says that the sandbox stands: the time limit begins here
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # until here errors go to the controller
     code = sys.stdin.read()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the controller may have used a socket, which works both ways
-    os.closerange(3, num_files)
+    os.closerange(3, num_open)
     os.environ.clear()
     sys.argv = ["-c"]
     builtins.__dict__.update(exit=sys.exit, quit=sys.exit)  # module site, which is not loaded, would add them

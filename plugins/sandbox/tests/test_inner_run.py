@@ -49,15 +49,25 @@ CALLS = {  # name: number on x86-64, on aarch64, arguments, what the filter answ
     "mmap of huge pages": (9, 222, (0, 4096, 3, 0x40022), REFUSED),
     "prctl PR_SET_NAME": (157, 167, (15,), ALLOWED),
     "prctl PR_SET_SECCOMP": (157, 167, (22,), REFUSED),
+    "setsockopt SO_KEEPALIVE": (54, 208, (3, 1, 9), ALLOWED),
+    "setsockopt SO_SNDBUF": (54, 208, (3, 1, 7), REFUSED),
+    "setsockopt SO_ATTACH_BPF": (54, 208, (3, 1, 50), REFUSED),
+    "setsockopt IPV6_V6ONLY": (54, 208, (3, 41, 26), ALLOWED),
     "ioctl FIONREAD": (16, 29, (0, 0x541B), ALLOWED),
     "ioctl TIOCSTI": (16, 29, (0, 0x5412), REFUSED),
 }
 
 
-def answer(machine: str, number: int, arguments: tuple[int, ...] = (), architecture: int | None = None) -> int:
+def answer(
+    machine: str,
+    number: int,
+    arguments: tuple[int, ...] = (),
+    architecture: int | None = None,
+    reach: str = "nothing",
+) -> int:
     """What the kernel would do with a call: runs the filter as the instructions of man 2 seccomp say."""
     data = {0: number, 4: architecture or ARCHITECTURES[machine]} | dict(zip(range(16, 64, 8), arguments, strict=False))
-    program, place, value = filter_calls(machine), 0, 0
+    program, place, value = filter_calls(machine, reach), 0, 0
     tests = {0x15: int.__eq__, 0x25: int.__gt__, 0x45: int.__and__}
     while True:
         operation, if_true, if_false, constant = program[place]
@@ -75,6 +85,17 @@ def answer(machine: str, number: int, arguments: tuple[int, ...] = (), architect
 def test_the_filter_answers_each_call(name: str, machine: str) -> None:
     x86, aarch, arguments, expected = CALLS[name]
     assert answer(machine, x86 if machine == "x86_64" else aarch, arguments) == expected
+
+
+@pytest.mark.stranger("2.A5")
+@pytest.mark.parametrize("machine", ARCHITECTURES)
+def test_a_program_may_open_sockets_of_its_own_network_and_nothing_else_more(machine: str) -> None:
+    for name, (x86, aarch, arguments, expected) in CALLS.items():
+        assert answer(machine, x86 if machine == "x86_64" else aarch, arguments, reach="endpoint") == expected, name
+    socket, pair = (41, 53) if machine == "x86_64" else (198, 199)
+    families = {family for family in range(64) if answer(machine, socket, (family,), reach="endpoint") == ALLOWED}
+    assert families == {1, 2, 10}  # AF_UNIX, AF_INET, AF_INET6
+    assert {family for family in range(64) if answer(machine, pair, (family,), reach="endpoint") == ALLOWED} == {1}
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
@@ -148,7 +169,7 @@ def test_a_kernel_that_accepts_no_filter_is_refused() -> None:
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="hardware: i686 is the other machine of x86-64 alone")
 def test_a_machine_without_a_filter_is_refused() -> None:
     text = (ROOT / "plugins/sandbox/ownloop_sandbox/inner_run.py").read_text()
-    command = ["setarch", "i686", sys.executable, "-I", "-S", "-c", text, *"11111"]
+    command = ["setarch", "i686", sys.executable, "-I", "-S", "-c", text, "", "{}", "nothing", "1,1,1,1,1,0"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert result.returncode == 1
     assert result.stderr == "there is no filter of system calls for i686, only for x86_64 and aarch64\n"

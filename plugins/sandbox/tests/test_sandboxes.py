@@ -1,113 +1,106 @@
-"""Sandboxes: a folder, a way to the endpoint, nothing else, and no process that outlives them."""
+"""Boxes for programs: a folder, a way to the endpoint, limits, nothing else, and no process that outlives them."""
 
 import asyncio
 import os
 import shutil
-import socket
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from ownloop_sandbox.sandboxes import BubblewrapSandbox, LocalSandbox, Place, SandboxName, make_sandbox
+from ownloop_sandbox.inner_serve import remove
+from ownloop_sandbox.sandboxes import Box, Ended, Place, SandboxName, Work, make_sandbox
+from plugins.sandbox.tests.here import BOXES, in_a_box, need_box
 from tests.waiting import until
 
 pytestmark = pytest.mark.seconds
-PYTHON = (sys.executable, "-c")
 SLEEP = f"time.sleep({2000 + os.getpid()})"  # of no other test's process
-ENV = {"SAID": "hello"}
+ALL: tuple[SandboxName, ...] = (*BOXES, "local")
 
 
-def _has_bubblewrap() -> bool:
-    try:
-        make_sandbox("bubblewrap", Place(work=Path(), url="", socket=None))
-    except ValueError:
-        return False
-    return True
+@pytest.fixture(params=ALL)
+def name(request: pytest.FixtureRequest) -> SandboxName:
+    need_box(request.param)
+    return request.param
 
 
-bubblewrap = pytest.param("bubblewrap", marks=pytest.mark.skipif(not _has_bubblewrap(), reason="needs bubblewrap"))
+def python(code: str, *more: str) -> list[str]:
+    return [sys.executable, "-c", code, *more]
 
 
-async def _pong(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    writer.write(b"pong")
-    await writer.drain()
-    writer.close()
+def ran(name: SandboxName, code: str, seconds: float = 60, **limits: int) -> Ended:
+    """What a program of one command says in a box with these limits."""
+    return asyncio.run(in_a_box(name, Place(**limits), lambda box: box.run(python(code), {}, seconds)))
 
 
-@pytest.mark.parametrize("name", ["local", bubblewrap])
+def left(name: SandboxName, code: str, seconds: float = 60, **limits: int) -> Work:
+    """What a program of one command leaves in its folder."""
+
+    async def use(box: Box) -> Work:
+        await box.run(python(code), {}, seconds)
+        await box.stop()
+        return await box.files()
+
+    return asyncio.run(in_a_box(name, Place(**limits), use))
+
+
 def test_a_program_has_a_folder_and_reaches_the_endpoint(tmp_path: Path, name: SandboxName) -> None:
-    path = tmp_path / "s"
     code = (
         "import os, socket, sys\n"
-        "host, port = sys.argv[1].removeprefix('http://').split(':')\n"
-        "said = socket.create_connection((host, int(port))).recv(9).decode()\n"
-        "open('out.txt', 'w').write(open('in.txt').read() + said + os.environ['SAID'])\n"
+        "endpoint = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
+        "endpoint.sendall(b'x' * 3_000_000)\nendpoint.shutdown(socket.SHUT_WR)\nsaid = b''\n"
+        "while part := endpoint.recv(1 << 16): said += part\n"
+        "open('out.txt', 'w').write(open('a/in.txt').read() + said.decode() + os.environ['SAID'])\n"
         "print('done'); sys.exit(3)"
     )
 
+    async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(str(len(await reader.read(-1))).encode())
+        await writer.drain()
+        writer.close()
+
     async def main() -> None:
-        servers = [await asyncio.start_server(_pong, "127.0.0.1", 0), await asyncio.start_unix_server(_pong, path)]
+        servers = [
+            await asyncio.start_server(count, "127.0.0.1", 0),
+            await asyncio.start_unix_server(count, tmp_path / "s"),
+        ]
         port = servers[0].sockets[0].getsockname()[1]
-        sandbox = make_sandbox(name, Place(work=tmp_path / "work", url=f"http://127.0.0.1:{port}", socket=path))
-        await sandbox.create()
-        sandbox.put("in.txt", "in ")
-        ended = await sandbox.run([*PYTHON, code, sandbox.reach()], ENV, 60)
-        assert (ended.exit_code, ended.output) == (3, "done\n")
-        assert sandbox.get("out.txt") == b"in ponghello"
-        await sandbox.destroy()
+
+        async def use(box: Box) -> None:
+            await box.put("a/in.txt", "in ")
+            ended = await box.run(python(code, str(port)), {"SAID": "hello"}, 60)
+            assert (ended.exit_code, ended.output) == (3, "done\n")
+            work = await box.files()
+            assert (work.names, work.read("out.txt")) == (["a/in.txt", "out.txt"], b"in 3000000hello")
+            with pytest.raises(RuntimeError, match="no-such-program"):
+                await box.run(["no-such-program"], {}, 60)
+
+        for path in (None, tmp_path / "s"):
+            await in_a_box(name, Place(url=f"http://127.0.0.1:{port}", socket=path), use)
         for server in servers:
             server.close()
 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", [bubblewrap])
-def test_a_program_sees_nothing_else(tmp_path: Path, name: SandboxName) -> None:
-    (tmp_path / "secret").write_text("secret")
-    code = (
-        "import os, socket\n"
-        f"print(os.path.exists({str(tmp_path / 'secret')!r}), 'CONTROLLER_SECRET' in os.environ)\n"
-        "print(len([p for p in os.listdir('/proc') if p.isdigit()]) < 8)\n"
-        "for path in ('/usr/x', '/etc/passwd'):\n"
-        "    try: open(path, 'a'); print('written')\n"
-        "    except OSError: pass\n"
-        "try: socket.create_connection(('127.0.0.1', int(os.environ['PORT'])), 2); print('connected')\n"
-        "except OSError: print('refused')"
-    )
-
-    async def main() -> None:
-        os.environ["CONTROLLER_SECRET"] = "1"
-        with socket.create_server(("127.0.0.1", 0)) as other:  # another service of the host
-            sandbox = make_sandbox(name, Place(work=tmp_path / "work", url="", socket=None))
-            await sandbox.create()
-            env = {"PORT": str(other.getsockname()[1])}
-            ended = await sandbox.run([*PYTHON, code], env, 60)
-        del os.environ["CONTROLLER_SECRET"]
-        assert ended.output == "False False\nTrue\nrefused\n"
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("name", ["local", bubblewrap])
-def test_no_process_outlives_a_sandbox(tmp_path: Path, name: SandboxName) -> None:
+def test_no_process_outlives_a_box(tmp_path: Path, name: SandboxName) -> None:
     # A child that leaves the session and its group, and writes that it lives.
-    child = f"import os, time; os.setsid(); open('alive', 'w').write('x'); {SLEEP}"
+    child = f"import os, time; os.setsid(); print('alive', flush=True); {SLEEP}"
     code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); {SLEEP}"
 
-    async def main() -> None:
-        sandbox = make_sandbox(name, Place(work=tmp_path / "work", url="", socket=None))
-        await sandbox.create()
-        running = asyncio.create_task(sandbox.run([*PYTHON, code], {}, 600))
-        await until((tmp_path / "work" / "alive").exists, "the child")
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await sandbox.destroy()
-        await until(lambda: not _sleepers(), "the end of the child")
+    async def use(box: Box) -> None:
+        for end in (box.stop, box.destroy):
+            running = asyncio.create_task(box.run(python(code), {}, 600))
+            await until(lambda: len(_sleepers()) >= 2, "the child")
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await end()
+            await until(lambda: not _sleepers(), "the end of the child")
 
-    asyncio.run(main())
+    asyncio.run(in_a_box(name, Place(), use))
 
 
 def _sleepers() -> list[psutil.Process]:
@@ -115,92 +108,184 @@ def _sleepers() -> list[psutil.Process]:
     return [p for p in found if SLEEP in " ".join(p.info["cmdline"] or ()) and p.info["status"] != "zombie"]
 
 
-@pytest.mark.parametrize("name", ["local", bubblewrap])
-def test_a_command_is_killed_at_its_limit(tmp_path: Path, name: SandboxName) -> None:
+def test_a_command_is_killed_at_its_limit(name: SandboxName) -> None:
+    ended = ran(name, "print('x' * 200_000, flush=True); import time; time.sleep(600)", 2)
+    assert ended.exit_code is None
+    assert (len(ended.output), set(ended.output)) == (1 << 16, {"x", "\n"})
+
+
+FORKS = "import os, time\nn = 0\nwhile True:\n    if os.fork() == 0: time.sleep(600)\n    n += 1; os.write(1, b'.')"
+FILLS = "for i in range(9): open(str(i), 'wb').write(bytes(10 << 20))"
+SHARED = "import mmap, time\nm = mmap.mmap(-1, 400 << 20)\nfor i in range(0, len(m), 4096): m[i] = 1\ntime.sleep(60)"
+NAMES = "import time\nfor i in range(9000): open(str(i), 'w').close()\ntime.sleep(60)"
+
+
+@pytest.mark.stranger("2.A5")
+@pytest.mark.parametrize("name", BOXES)
+def test_what_a_program_may_use_is_limited(name: SandboxName) -> None:
+    need_box(name)
+    assert ran(name, FORKS, num_processes=20).output.count(".") in (18, 19, 20)
+    assert "No space left" in ran(name, FILLS, disk_bytes=32 << 20).output
+    assert "MemoryError" in ran(name, "bytearray(1 << 29)", memory_bytes=1 << 28).output
+    ended = ran(name, SHARED, memory_bytes=1 << 28)
+    assert ended.exit_code == 137
+    assert ended.output.endswith("took more than 268435456 bytes of memory")
+    said = ran(name, NAMES, num_files=5000).output
+    assert "No space left" in said or "more than 5000 files" in said
+
+
+LEAVES = """
+import os, socket
+os.mkfifo("fifo"); os.symlink("/proc/self/environ", "link"); os.symlink("/etc", "etc"); os.mkdir("folder")
+os.symlink("good.txt", "inner"); socket.socket(socket.AF_UNIX).bind("socket"); open("good.txt", "w").write("good")
+open("big", "wb").truncate(1 << 28)
+"""
+
+
+@pytest.mark.stranger("2.A3")
+@pytest.mark.stranger("2.A2")
+def test_only_regular_files_are_read(name: SandboxName) -> None:
+    work = left(name, LEAVES)
+    assert work.names == ["big", "good.txt"]
+    assert ((work / "good.txt").read_text(), (work / "good.txt").is_file()) == ("good", True)
+    for missing in ("fifo", "link", "etc/passwd", "folder", "inner", "socket", "../x", "/etc/passwd"):
+        assert not (work / missing).exists()
+        with pytest.raises(FileNotFoundError, match="the program left no regular file"):
+            (work / missing).read_text()
+    with pytest.raises(ValueError, match="'big' has 268435456 bytes, too many"):
+        work.read("big")
+
+
+@pytest.mark.stranger("2.A3")
+def test_one_file_is_asked_for_by_name(name: SandboxName) -> None:
+    async def use(box: Box) -> None:
+        await box.run(python(LEAVES), {}, 60)
+        assert (await box.files(name="good.txt")).read("good.txt") == b"good"
+        for missing in ("fifo", "link", "etc/passwd", "folder", "inner", "socket", "absent"):
+            with pytest.raises(RuntimeError, match="Error"):
+                await box.files(name=missing)
+
+    asyncio.run(in_a_box(name, Place(), use))
+
+
+def test_what_the_host_shares_by_another_name_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    assert left("local", f"import os; os.link({str(tmp_path / 'secret')!r}, 'a')").names == []
+
+
+@pytest.mark.stranger("2.A10")
+def test_a_file_replaces_what_is_in_its_way(name: SandboxName) -> None:
+    code = (
+        "import os; os.makedirs('check.py/a/b'); os.mkfifo('fifo'); os.symlink('/etc/passwd', 'link'); os.mkfifo('in')"
+    )
+
+    async def use(box: Box) -> None:
+        await box.run(python(code), {}, 60)
+        for each in ("check.py", "fifo", "link", "in/side"):
+            await box.put(each, each)
+        work = await box.files()
+        assert {each: work.read(each).decode() for each in work.names} == {n: n for n in work.names}
+        assert work.names == ["check.py", "fifo", "in/side", "link"]
+        for outside in ("../out", "/etc/passwd", "a/../../b", ""):
+            with pytest.raises(ValueError, match="not in the program's folder"):
+                await box.put(outside, "x")
+
+    asyncio.run(in_a_box(name, Place(), use))
+
+
+@pytest.mark.stranger("2.A10")
+def test_three_thousand_nested_folders_cost_nothing(tmp_path: Path, name: SandboxName) -> None:
+    code = "import os\nopen('a', 'w').write('a')\nfor _ in range(3000): os.mkdir('x'); os.chdir('x')\nos.chmod('.', 0)"
+    assert left(name, code).names == ["a"]
+    nest = f"import os\nos.mkdir('{tmp_path}/top'); os.chdir('{tmp_path}/top')\n" + code.partition("\n")[2]
+    subprocess.run(python(nest), check=True)
+    remove(str(tmp_path / "top"))
+    assert not (tmp_path / "top").exists()
+
+
+def test_many_programs_at_once_leave_nothing() -> None:
+    """Each hangs, forks, fills its disk and writes links; those beside them are served."""
+    need_box("namespaces")
+    bad = (
+        "import os\nos.symlink('/', 'l')\nos.fork()\nwith open('f', 'wb') as f:\n    while f: f.write(bytes(1 << 20))\n"
+    )
+    place, before = Place(disk_bytes=4 << 20, num_processes=8), set(Path("/tmp").iterdir())
+
+    async def one(number: int) -> str:
+        async def use(box: Box) -> str:
+            ended = await box.run(python("print(6 * 7)" if number % 2 else bad + SLEEP), {}, 20 if number % 2 else 3)
+            await box.stop()
+            return ended.output if "l" not in (await box.files()).names else "a link"
+
+        async with limit:
+            return await in_a_box("namespaces", place, use)
+
     async def main() -> None:
-        sandbox = make_sandbox(name, Place(work=tmp_path / "work", url="", socket=None))
-        await sandbox.create()
-        ended = await sandbox.run([*PYTHON, "print('x' * 200_000, flush=True); import time; time.sleep(600)"], {}, 2)
-        assert ended.exit_code is None
-        assert (len(ended.output), set(ended.output)) == (1 << 16, {"x", "\n"})
-        missing = await sandbox.run(["no-such-program"], {}, 60) if name == "bubblewrap" else None
-        assert missing is None or missing.exit_code == 127
+        nonlocal limit
+        limit = asyncio.Semaphore(16)
+        said = await asyncio.gather(*map(one, range(40)))
+        assert said[1::2] == ["42\n"] * 20
 
+    limit = asyncio.Semaphore(1)
     asyncio.run(main())
-
-
-def test_memory_is_limited(tmp_path: Path) -> None:
-    async def main() -> None:
-        sandbox = LocalSandbox(Place(work=tmp_path / "work", url="", socket=None, memory_bytes=1 << 28))
-        await sandbox.create()
-        ended = await sandbox.run([*PYTHON, "bytearray(1 << 29)"], {}, 60)
-        assert "MemoryError" in ended.output
-
-    asyncio.run(main())
-
-
-def test_files_stay_in_the_folder(tmp_path: Path) -> None:
-    sandbox = LocalSandbox(Place(work=tmp_path / "work", url="", socket=None))
-    asyncio.run(sandbox.create())
-    sandbox.put("a/b.txt", b"x")
-    assert sandbox.get("a/b.txt") == b"x"
-    (tmp_path / "work" / "link").symlink_to(tmp_path)
-    for name in ("../out", "/etc/passwd", "link/out"):
-        with pytest.raises(ValueError, match="not in the program's folder"):
-            sandbox.put(name, "x")
+    assert not _sleepers()
+    assert {path for path in set(Path("/tmp").iterdir()) - before if path.name.startswith("ownloop-")} == set()
 
 
 STAND_IN = """#!/bin/sh
 echo "$@" >> {log}
-case "$1" in
-  run) [ "{fails}" = 1 ] && {{ echo "no such image"; exit 125; }}; exit 0 ;;
-  exec) shift; while [ "$1" != "{marker}" ]; do shift; done; shift; exec "$@" ;;
-esac
+[ "{fails}" = 1 ] && {{ echo "no such image" >&2; exit 125; }}
+while [ "$1" != tools ] && [ $# -gt 0 ]; do shift; done
+[ "$1" = tools ] && {{ shift; exec {python} "$@"; }}
+exit 0
 """
 
 
+@pytest.mark.stranger("2.A7")
 @pytest.mark.parametrize("tool", ["podman", "docker"])
-def test_a_container_is_started_used_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str) -> None:
+def test_a_container_has_no_network_and_no_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str) -> None:
     """With a stand-in for the command, which runs what is asked for on the host."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    place = Place(work=tmp_path / "work", url="http://127.0.0.1:1", socket=None, image="tools", memory_bytes=1 << 30)
+    place = Place(url="http://127.0.0.1:1", image="tools", memory_bytes=1 << 30, num_processes=64)
 
     def install(fails: int) -> None:
-        (folder / tool).write_text(STAND_IN.format(log=tmp_path / "log", fails=fails, marker="--"))
+        (folder / tool).write_text(STAND_IN.format(log=tmp_path / "log", fails=fails, python=sys.executable))
         (folder / tool).chmod(stat.S_IRWXU)
 
-    async def main() -> None:
-        install(0)
-        sandbox = make_sandbox(tool, place)  # pyright: ignore[reportArgumentType]
-        await sandbox.create()
-        ended = await sandbox.run(["--", "sh", "-c", "echo hi"], {"A": "b"}, 60)
-        assert (ended.exit_code, ended.output) == (0, "hi\n")
-        await sandbox.destroy()
-        run, exec_, remove = (tmp_path / "log").read_text().splitlines()
-        assert run.startswith("run -d --rm --network=host --name ownloop-")
-        assert f"-v {place.work}:/work" in run
-        assert run.endswith("--memory=1073741824 tools sleep infinity")
-        assert exec_.startswith("exec -w /work -e A=b")
-        assert remove.startswith("rm -f ownloop-")
-        install(1)
-        with pytest.raises(RuntimeError, match=f"{tool} cannot start a container of 'tools': no such image"):
-            await make_sandbox(tool, place).create()  # pyright: ignore[reportArgumentType]
+    async def use(box: Box) -> None:
+        # the server of a box, where the box is not: there is no /work on this host
+        assert (await box.run(["sh", "-c", "echo hi"], {}, 60, cwd="/")).output == "hi\n"
 
-    asyncio.run(main())
+    install(0)
+    asyncio.run(in_a_box(tool, place, use))  # pyright: ignore[reportArgumentType]
+    said = (tmp_path / "log").read_text()
+    for option in (
+        *("run --rm --interactive --name ownloop-", "--network=none", "--cap-drop=ALL", "--ipc=private", "--read-only"),
+        *("--security-opt=no-new-privileges", "--user=65534:65534", "--pids-limit=65", "--memory=1073741824"),
+        *("--memory-swap=1073741824", "--entrypoint=python3 tools -I", "\nrm --force ownloop-"),
+    ):
+        assert option in said
+    assert "network=host" not in said
+    install(1)
+    with pytest.raises(RuntimeError, match="no such image"):
+        asyncio.run(in_a_box(tool, place, use))  # pyright: ignore[reportArgumentType]
 
 
 def test_a_sandbox_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(work=Path(), url="", socket=None, image="x")
+    place = Place(image="x")
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     with pytest.raises(ValueError, match="podman is not installed"):
         make_sandbox("podman", place)
     with pytest.raises(ValueError, match="podman or docker is not installed"):
         make_sandbox("auto", place)
+    with pytest.raises(ValueError, match="image is empty; sandbox 'docker'"):
+        make_sandbox("docker", Place())
     with pytest.raises(ValueError, match="sandbox is 'chroot', which is not known"):
         make_sandbox("chroot", place)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr("ownloop_sandbox.sandboxes._why_no_bubblewrap", lambda: "no user namespaces")
-    with pytest.raises(ValueError, match=r"does not work here: no user namespaces\. Install"):
-        make_sandbox("bubblewrap", Place(work=Path(), url="", socket=None))
-    assert BubblewrapSandbox(place).reach() == "http://127.0.0.1:8399"
+    monkeypatch.setattr("ownloop_sandbox.sandboxes._why_not", lambda way: f"no {way}")
+    with pytest.raises(ValueError, match=r"\(namespaces: no namespaces; bubblewrap: no bubblewrap\)\. Allow user"):
+        make_sandbox("auto", Place())
+    with pytest.raises(ValueError, match="memory_bytes is 0"):
+        Place(memory_bytes=0)

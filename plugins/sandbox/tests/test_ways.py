@@ -5,63 +5,69 @@ import subprocess
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import ownloop_sandbox as ways
-from ownloop_sandbox import find_way
+from ownloop_sandbox import Sandbox, find_way, sandboxes, ways
+from ownloop_sandbox.sandboxes import check_sandbox
 from ownloop_tasks.python_arithmetic import PythonArithmetic
 from plugins.sandbox.tests.here import REAL, need
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[3]
+REMEMBERED: Any = (find_way, ways.program, ways.bwrap_file, vars(sandboxes)["_why_not"])
 
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Generator[None]:
-    for remembered in (ways.find_way, ways.program):
+    for remembered in REMEMBERED:
         remembered.cache_clear()
     yield
-    for remembered in (ways.find_way, ways.program):
+    for remembered in REMEMBERED:
         remembered.cache_clear()
 
 
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
-    """Makes a host on which these programs, by their shell code, are all that is installed beside Python and sh."""
-    for name, code in programs.items():
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, *, bwrap: str = "", python: str) -> None:
+    """Makes a host on which bwrap, and the Python that a box is made of, are programs of this shell code."""
+    for name, code in {"bwrap": bwrap, "python": python}.items():
         (folder / name).write_text(f"#!/bin/sh\n{code}\n")
         (folder / name).chmod(0o755)
-
-    def which(name: str, path: str | None = None) -> str | None:
-        del path
-        return str(folder / name) if name in programs else None
-
-    monkeypatch.setattr("shutil.which", which)
-    monkeypatch.setattr(ways, "as_nobody", tuple)
+    monkeypatch.setattr(
+        "shutil.which", lambda name, path=None: str(folder / name) if name == "bwrap" and bwrap else None
+    )
+    monkeypatch.setattr(ways, "as_nobody", lambda _shown: ())
+    monkeypatch.setattr(ways, "_interpreter", lambda: str(folder / "python"))
+    monkeypatch.setattr(ways, "find_spec", lambda _name: None)
 
 
 def test_a_host_without_any_is_refused_with_what_each_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, setpriv='shift 2; exec "$@"', unshare="echo unshare: not permitted >&2; exit 1")
-    message = r"\(bubblewrap: bwrap is not installed; namespaces: unshare: not permitted\)\. Install bubblewrap.*'none'"
+    install(tmp_path, monkeypatch, python="echo unshare: not permitted >&2; exit 1")
+    message = r"\(namespaces: unshare: not permitted; bubblewrap: bwrap is not installed\)\. Install bubblewrap.*'none'"
     with pytest.raises(ValueError, match=message):
         find_way()
     for problems in (PythonArithmetic().eval_problems, lambda count: PythonArithmetic().train_problems(0, 0, count)):
         with pytest.raises(ValueError, match=message):
             problems(1)
+    monkeypatch.setattr(ways, "_interpreter", lambda: sys.executable)
+    find_way.cache_clear()
     assert PythonArithmetic(sandbox="none").eval_problems(1)
 
 
 def test_a_program_that_does_not_do_its_work_is_no_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, bwrap="exit 0")
-    with pytest.raises(ValueError, match=r"bubblewrap: it ended with status 0; namespaces: setpriv is not installed"):
+    install(tmp_path, monkeypatch, bwrap="exit 0", python="exit 0")
+    message = r"namespaces: it ended with status 0; bubblewrap: it ended with status 0"
+    with pytest.raises(ValueError, match=message):
         find_way()
+    with pytest.raises(ValueError, match=message):
+        check_sandbox("auto")
 
 
-def test_bubblewrap_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_no_program_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = "echo; echo 42"
-    install(tmp_path, monkeypatch, bwrap=answer, setpriv=answer, unshare=answer)
-    assert find_way("auto").name == "bubblewrap"
-    assert find_way("namespaces").name == "namespaces"
+    install(tmp_path, monkeypatch, bwrap=answer, python=answer)
+    assert find_way("auto").name == "namespaces"
+    assert find_way("bubblewrap").name == "bubblewrap"
 
 
 def test_an_unknown_way_is_refused() -> None:
@@ -72,7 +78,7 @@ def test_an_unknown_way_is_refused() -> None:
 
 
 @pytest.mark.parametrize("sandbox", REAL)
-def test_an_ordinary_user_has_the_same(sandbox: ways.Sandbox) -> None:
+def test_an_ordinary_user_has_the_same(sandbox: Sandbox) -> None:
     need(sandbox)
     code = (
         "import asyncio, os, ownloop_sandbox as s; assert os.geteuid()\n"
