@@ -160,6 +160,7 @@ class Server:
         self, number: int, argv: list[str], env: dict[str, str], cwd: str, most: int, *, said: str, apart: bool
     ) -> None:
         """Starts a command; `apart` keeps its errors apart from its output."""
+        self.stopped_by = self.stopped_by if self.commands else ""
         pipes = [os.pipe() for _ in range(1 + apart)]
         try:
             process = subprocess.Popen(
@@ -217,9 +218,10 @@ class Server:
 
     def look(self) -> None:
         """Ends all processes when they have too much memory, or when there are too many files."""
-        space, others = os.statvfs("/tmp"), [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-        used = (space.f_blocks - space.f_bfree) * space.f_frsize
-        if self.num_files and space.f_files - space.f_ffree > self.num_files:
+        spaces = {os.stat(path).st_dev: os.statvfs(path) for path in ("/tmp", "/dev/shm")}.values()
+        others = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+        used = sum((space.f_blocks - space.f_bfree) * space.f_frsize for space in spaces)
+        if self.num_files and sum(space.f_files - space.f_ffree for space in spaces) > self.num_files:
             self.stopped_by = f"it made more than {self.num_files} files"
         elif self.memory_bytes and used + sum(map(memory_of, others)) > self.memory_bytes:
             self.stopped_by = f"its processes and files took more than {self.memory_bytes} bytes of memory"

@@ -82,7 +82,8 @@ def bubblewrap(limits: Limits, profile: Profile = CODE) -> list[str]:
     if profile.programs:
         root = ("--size", str(limits.scratch_bytes), "--tmpfs", "/")
         made = [word for path in (*_MADE, *profile.makes) for word in ("--perms", "1777", "--dir", path)]
-        kept = ("--proc", "/proc", "--dev", "/dev", "--dir", "/etc")
+        shared = ("--size", str(limits.scratch_bytes), "--perms", "1777", "--tmpfs", "/dev/shm")
+        kept = ("--proc", "/proc", "--dev", "/dev", *shared, "--remount-ro", "/dev", "--dir", "/etc")
         after = ("--chdir", "/work")
         shown = [path for path in shown if not path.startswith("/dev/")]
     else:
