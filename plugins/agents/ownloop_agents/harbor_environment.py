@@ -32,15 +32,7 @@ box: Any = importlib.import_module("ownloop_sandbox.box")
 ways: Any = importlib.import_module("ownloop_sandbox.ways")
 
 KEPT = ("/app", "/workspace", "/logs/agent", "/logs/artifacts")
-_MADE = (
-    "/app",
-    "/workspace",
-    *(f"/logs/{name}" for name in ("agent", "verifier", "artifacts")),
-    "/tests",
-    "/solution",
-    "/root",
-    "/installed-agent",
-)
+_MADE = ("/logs", "/logs/verifier", "/tests", "/solution", "/root", "/installed-agent", *KEPT)
 _TESTS = "/tests"
 _LIMITS = ways.Limits(memory_bytes=8 << 30, num_processes=512, scratch_bytes=4 << 30, num_files=200_000, num_open=4096)
 _BASE: Any = importlib.import_module("harbor.environments.base")

@@ -247,7 +247,7 @@ def replace_mounts(scratch_bytes: int, num_files: int, paths: list[str]) -> None
         set_attributes(_ROOT, 0, 0, _MOUNT_ATTR_RDONLY)
         for path in ("/tmp", "/proc", "/dev/pts", *made):
             os.makedirs(f"{_ROOT}{path}", exist_ok=True)
-            os.chmod(f"{_ROOT}{path}", 0o1777)
+            os.chmod(f"{_ROOT}{path}", 0o777)
         call("mount", "proc", f"{_ROOT}/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None)
         terminals = "newinstance,ptmxmode=0666,mode=620,max=64"
         call("mount", "devpts", f"{_ROOT}/dev/pts", "devpts", _MS_NOSUID | _MS_NOEXEC, terminals)

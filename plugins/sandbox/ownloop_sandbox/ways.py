@@ -81,7 +81,7 @@ def bubblewrap(limits: Limits, profile: Profile = CODE) -> list[str]:
     shown = _shown(profile)
     if profile.programs:
         root = ("--size", str(limits.scratch_bytes), "--tmpfs", "/")
-        made = [word for path in (*_MADE, *profile.makes) for word in ("--perms", "1777", "--dir", path)]
+        made = [word for path in (*_MADE, *profile.makes) for word in ("--perms", "777", "--dir", path)]
         shared = ("--size", str(limits.scratch_bytes), "--perms", "1777", "--tmpfs", "/dev/shm")
         kept = ("--proc", "/proc", "--dev", "/dev", *shared, "--remount-ro", "/dev", "--dir", "/etc")
         after = ("--chdir", "/work")

@@ -19,6 +19,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.seconds
 SLEEP = f"time.sleep({2000 + os.getpid()})"  # of no other test's process
 ALL: tuple[SandboxName, ...] = (*BOXES, "local")
+NO_PLACE = Place()
 
 
 @pytest.fixture(params=ALL)
@@ -31,12 +32,12 @@ def python(code: str, *more: str) -> list[str]:
     return [sys.executable, "-c", code, *more]
 
 
-def ran(name: SandboxName, code: str, seconds: float = 60, **limits: int) -> Ended:
+def ran(name: SandboxName, code: str, seconds: float = 60, place: Place = NO_PLACE) -> Ended:
     """What a program of one command says in a box with these limits."""
-    return asyncio.run(in_a_box(name, Place(**limits), lambda box: box.run(python(code), {}, seconds)))
+    return asyncio.run(in_a_box(name, place, lambda box: box.run(python(code), {}, seconds)))
 
 
-def left(name: SandboxName, code: str, seconds: float = 60, **limits: int) -> Work:
+def left(name: SandboxName, code: str, seconds: float = 60, place: Place = NO_PLACE) -> Work:
     """What a program of one command leaves in its folder."""
 
     async def use(box: Box) -> Work:
@@ -44,7 +45,7 @@ def left(name: SandboxName, code: str, seconds: float = 60, **limits: int) -> Wo
         await box.stop()
         return await box.files()
 
-    return asyncio.run(in_a_box(name, Place(**limits), use))
+    return asyncio.run(in_a_box(name, place, use))
 
 
 def test_a_program_has_a_folder_and_reaches_the_endpoint(tmp_path: Path, name: SandboxName) -> None:
@@ -124,13 +125,13 @@ NAMES = "import time\nfor i in range(9000): open(str(i), 'w').close()\ntime.slee
 @pytest.mark.parametrize("name", BOXES)
 def test_what_a_program_may_use_is_limited(name: SandboxName) -> None:
     need_box(name)
-    assert ran(name, FORKS, num_processes=20).output.count(".") in (18, 19, 20)
-    assert "No space left" in ran(name, FILLS, disk_bytes=32 << 20).output
-    assert "MemoryError" in ran(name, "bytearray(1 << 29)", memory_bytes=1 << 28).output
-    ended = ran(name, SHARED, memory_bytes=1 << 28)
+    assert ran(name, FORKS, place=Place(num_processes=20)).output.count(".") in (18, 19, 20)
+    assert "No space left" in ran(name, FILLS, place=Place(disk_bytes=32 << 20)).output
+    assert "MemoryError" in ran(name, "bytearray(1 << 29)", place=Place(memory_bytes=1 << 28)).output
+    ended = ran(name, SHARED, place=Place(memory_bytes=1 << 28))
     assert ended.exit_code == 137
     assert ended.output.endswith("took more than 268435456 bytes of memory")
-    said = ran(name, NAMES, num_files=5000).output
+    said = ran(name, NAMES, place=Place(num_files=5000)).output
     assert "No space left" in said or "more than 5000 files" in said
 
 
