@@ -21,7 +21,6 @@ def recipe() -> AgentConfig:
     program = Program(
         argv=[str(ASSISTANT.absolute() / "bin" / "mini"), *words],
         env=SETTINGS,
-        sandbox="bubblewrap",
         shows=(str(ASSISTANT.absolute()),),
         time_limit_s=600.0,
         max_at_once=256,

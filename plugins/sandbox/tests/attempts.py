@@ -201,8 +201,8 @@ MORE = {
     "leave a process that ignores all": "import os, signal, time\nif os.fork() == 0:\n    os.setsid()\n"
     "    for s in set(signal.Signals) - {{signal.SIGKILL, signal.SIGSTOP}}: signal.signal(s, signal.SIG_IGN)\n"
     "    os.execv('/bin/sleep', ['sleep', '{seconds}'])\nraise OSError('left')",
-    "leave a process that stands still": "import os\nif os.fork() == 0:\n    os.setsid()\n    os.kill(os.getpid(), 19)\n"
-    "    os.execv('/bin/sleep', ['sleep', '{seconds}'])\nraise OSError('left')",
+    "leave a process that stands still": "import os\nif os.fork() == 0:\n    os.setsid()\n"
+    "    os.kill(os.getpid(), 19)\n    os.execv('/bin/sleep', ['sleep', '{seconds}'])\nraise OSError('left')",
 }
 ATTEMPTS = {**HARMLESS, **HARMFUL, **CALLED, **OPENED, **UNSHARED, **READ, **WRITTEN, **MORE}
 

@@ -101,6 +101,32 @@ def test_no_way_leads_out(profile: tuple[str, Any], values: dict[str, object]) -
     wait_until(lambda: not is_running(str(values["seconds"])), "the process that was left behind to end")
 
 
+ROWS = {
+    "files of the host that it does not show": "read a secret file",
+    "writing files of the host": "call the C library",
+    "servers of the host, by TCP": "connect to a TCP server of the host",
+    "abstract Unix sockets of the host": "connect to an abstract socket",
+    "other address families, such as `AF_VSOCK`": "open a netlink socket",
+    "processes of the host": "signal the controller",
+    "memory that no limit counts": "keep memory in System V",
+}
+
+
+def test_the_page_says_what_attempts_find(values: dict[str, object]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "safety.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in page if line.startswith("| ")]
+    table = {name: said for name, *said in cells if name in ROWS}
+    ways: tuple[Sandbox, ...] = ("namespaces", "bubblewrap", "none")
+    for place, way in zip((0, 1, 3), ways, strict=True):
+        need(way)
+        found = {row: attempt(way, HARMLESS[name].format(**values)).ok for row, name in ROWS.items()}
+        for path in Path(str(values["folder"])).glob("planted"):
+            path.unlink()
+        assert {row: said[place] for row, said in table.items()} == {
+            r: "open" if o else "kept" for r, o in found.items()
+        }
+
+
 @pytest.mark.parametrize("sandbox", REAL)
 def test_the_machine_has_another_name_in_a_sandbox(sandbox: Sandbox) -> None:
     need(sandbox)
