@@ -1,5 +1,6 @@
 """A checkpoint that somebody else wrote runs no code when it is loaded."""
 
+import importlib
 import json
 import pickle
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from trainer.engines.pytorch import checkpoint
 from trainer.engines.pytorch.checkpoint import CheckpointInfo
+from trainer.engines.pytorch.checkpoint_reader import CheckpointReader
 
 INFO = CheckpointInfo(kind="checkpoint", policy_version=3, model={"family": "llama"}, num_ranks=1)
 
@@ -77,6 +79,34 @@ def test_code_in_the_metadata_is_refused_and_not_run(path: Path, tmp_path: Path,
     assert not (tmp_path / "was_here").exists()
     pickle.loads((path / ".metadata").read_bytes())
     assert (tmp_path / "was_here").exists(), "the payload itself does not work"
+
+
+NAMED = {
+    "torch.distributed.checkpoint.metadata": ("Metadata", "MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "pathlib": ("PosixPath",),
+    "torch": ("Size", "float32"),
+    "torch.serialization": ("_get_layout",),
+}
+
+
+@pytest.mark.stranger("2.C12")
+@pytest.mark.parametrize(
+    "state", [{"planted": 1}, (None, {"planted": 1}), (None, {"__init__": 1}), ({"__eq__": 1}, None)]
+)
+@pytest.mark.parametrize("named", [f"{module}\n{name}" for module, names in NAMED.items() for name in names])
+def test_a_refused_pickle_leaves_what_it_names_as_it_was(path: Path, named: str, state: object) -> None:
+    module, name = named.split("\n")
+    found = getattr(importlib.import_module(module), name)
+    before = {attribute: getattr(found, attribute, None) for attribute in ("__init__", "__eq__", "__dict__")}
+    before["__dict__"] = dict(before["__dict__"] or {})
+    pushed = pickle.dumps(state, protocol=2)[2:-1]  # without its header and its end
+    (path / ".metadata").write_bytes(b"\x80\x02c" + named.encode() + b"\n" + pushed + b"b.")
+    with pytest.raises(ValueError, match=r"\.metadata (is refused|cannot be read)"):
+        CheckpointReader(path).read_metadata()
+    assert not hasattr(found, "planted")
+    after = {attribute: getattr(found, attribute, None) for attribute in before}
+    assert {**after, "__dict__": dict(after["__dict__"] or {})} == before
 
 
 def test_code_in_a_shard_is_refused_and_not_run(path: Path, tmp_path: Path) -> None:

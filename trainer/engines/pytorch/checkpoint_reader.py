@@ -19,15 +19,18 @@ from torch.futures import Future
 _METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint"
 # BytesStorageMetadata is left out: DCP unpickles such values without any restriction.
-_ACCEPTED = {
+_MADE = {
     (f"{_DCP}.metadata", "Metadata"),
     (f"{_DCP}.metadata", "MetadataIndex"),
     (f"{_DCP}.metadata", "TensorStorageMetadata"),
     (f"{_DCP}.metadata", "TensorProperties"),
     (f"{_DCP}.metadata", "ChunkStorageMetadata"),
     (f"{_DCP}.metadata", "StorageMeta"),
-    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
     (f"{_DCP}.filesystem", "_StorageInfo"),
+}
+"""Classes whose instances a pickle makes without calling them."""
+_CALLED = {
+    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
@@ -97,8 +100,14 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles the metadata of tensors. Raises `_RefusedClassError` before anything else is imported or called."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """The class, if a checkpoint of tensors may consist of it."""
+        """What makes an object of the class, if a checkpoint of tensors may consist of it.
+
+        Never the class itself, since a pickle can set attributes of everything that it names.
+        """
         is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
-        if is_dtype or (module_name, global_name) in _ACCEPTED:
-            return super().find_class(module_name, global_name)
-        raise _RefusedClassError(f"{module_name}.{global_name}")
+        if not is_dtype and (module_name, global_name) not in _MADE | _CALLED:
+            raise _RefusedClassError(f"{module_name}.{global_name}")
+        found: Any = super().find_class(module_name, global_name)
+        if (module_name, global_name) in _CALLED:
+            return lambda *args: found(*args)
+        return found if is_dtype else type(global_name, (), {"__new__": lambda _, *args: found.__new__(found, *args)})
