@@ -150,6 +150,7 @@ class Checkpoints:
         complete = self.folder.complete_checkpoints()
         if not complete:
             self.folder.cut_back({})  # what a crash left before its first checkpoint
+            self._log.resume()
             self._log.phase("there is no checkpoint yet: starting again from step 1")
             return 1
         path = complete[-1]

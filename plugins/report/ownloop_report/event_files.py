@@ -6,13 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from controller.runs.folder import RunFolder
+from controller.runs.metric_rows import metric_rows
 from controller.runs.observers import Observer
 from ownloop_report.dashboards import SAMPLE_COLUMNS, sample_table
 from rl.types import Group
 
 
 class EventFiles(Observer):
-    """Writes scalars under their metrics' names, and samples as text. A resumed run adds a file."""
+    """Writes scalars under their metrics' names, and samples as text.
+
+    A resumed run adds a file, whose first event has TensorBoard drop what follows the checkpoint in older files.
+    """
 
     only_named = True
     requires = "tensorboard"
@@ -25,12 +29,23 @@ class EventFiles(Observer):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         # Protobuf makes these classes when the modules are loaded, so that no checker knows them.
+        self._session: Any = getattr(event_pb2, "SessionLog")  # noqa: B009
         self._event: Any = getattr(event_pb2, "Event")  # noqa: B009
         self._summary: Any = getattr(summary_pb2, "Summary")  # noqa: B009
         self._text = text_pb
         self._writer = EventFileWriter(str(folder.path / "tensorboard"))
-        rows = "\n".join(f"| {name} | `{value}` |" for name, value in folder.config.items())
-        self._write(0, text_pb("config", f"| field | value |\n|---|---|\n{rows}"))
+        if not folder.resumed:
+            self._write_config()
+
+    def resume(self, last_step: int) -> None:
+        """See `Observer`. Writes the rows of the last step again: an older file may have an evaluation after it."""
+        start = self._session(status=self._session.START)
+        self._writer.add_event(self._event(wall_time=time.time(), step=last_step, session_log=start))
+        if last_step == 0:
+            self._write_config()
+        for row in metric_rows(self.folder.metrics_file):
+            if int(row["step"]) == last_step:
+                self.log_metrics(row)
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """See `Observer`. TensorBoard draws a value that is not finite as a gap."""
@@ -46,6 +61,10 @@ class EventFiles(Observer):
         lines = [" | ".join(_cell(value) for value in row) for row in (SAMPLE_COLUMNS, *sample_table(groups))]
         table = "\n".join([f"| {lines[0]} |", "|---|---|---|", *(f"| {line} |" for line in lines[1:])])
         self._write(step, self._text(f"samples/{split}", table))
+
+    def _write_config(self) -> None:
+        rows = "\n".join(f"| {name} | `{value}` |" for name, value in self.folder.config.items())
+        self._write(0, self._text("config", f"| field | value |\n|---|---|\n{rows}"))
 
     def close(self) -> None:
         """See `Observer`."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from controller.runs.folder import RunFolder
 from controller.runs.observers import Observer
-from ownloop_report.dashboards import SAMPLE_COLUMNS, run_id, sample_table
+from ownloop_report.dashboards import SAMPLE_COLUMNS, SentAlready, run_id, sample_table
 from rl.types import Group
 
 
@@ -20,6 +20,7 @@ class TrackioRun(Observer):
     def __init__(self, folder: RunFolder) -> None:
         """The run has an id of its own there."""
         super().__init__(folder)
+        self._sent = SentAlready(folder.path)
         trackio: Any = import_module("trackio")  # where it is not installed, type checkers know nothing of it
         self._table: Any = trackio.Table
         self._run: Any = trackio.init(
@@ -32,10 +33,16 @@ class TrackioRun(Observer):
             auto_log_cpu=False,
         )
 
+    def resume(self, last_step: int) -> None:
+        """See `Observer`."""
+        del last_step
+        self._sent = SentAlready(self.folder.path)
+
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """See `Observer`. Its database holds finite values only."""
         finite = {name: value for name, value in metrics.items() if name != "step" and math.isfinite(value)}
-        self._run.log(finite, step=int(metrics["step"]))
+        if metrics not in self._sent:
+            self._run.log(finite, step=int(metrics["step"]))
 
     def log_rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
         """See `Observer`."""

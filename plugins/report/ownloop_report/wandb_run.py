@@ -10,7 +10,7 @@ from typing import Any
 
 from controller.runs.folder import RunFolder
 from controller.runs.observers import Observer
-from ownloop_report.dashboards import SAMPLE_COLUMNS, run_id, sample_table
+from ownloop_report.dashboards import SAMPLE_COLUMNS, SentAlready, run_id, sample_table
 from rl.types import Group
 
 _OFFLINE = ("offline", "dryrun", "disabled")
@@ -25,6 +25,7 @@ class WandbRun(Observer):
     def __init__(self, folder: RunFolder) -> None:
         """Raises ValueError without a login, and if the service does not answer."""
         super().__init__(folder)
+        self._sent = SentAlready(folder.path)
         import wandb
         from wandb.errors import Error
 
@@ -50,9 +51,15 @@ class WandbRun(Observer):
         self._table, self._teardown = wandb.Table, wandb.teardown
         self._run.define_metric("*", step_metric="step")
 
+    def resume(self, last_step: int) -> None:
+        """See `Observer`."""
+        del last_step
+        self._sent = SentAlready(self.folder.path)
+
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """See `Observer`."""
-        self._run.log(dict(metrics))
+        if metrics not in self._sent:
+            self._run.log(dict(metrics))
 
     def log_rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
         """See `Observer`. Keeps evaluations only: each table is a file, which is too much for every step."""

@@ -1,5 +1,6 @@
 """Dashboards, with the real packages, each read back with the package's own reader."""
 
+import gc
 import importlib
 import importlib.util
 import json
@@ -81,6 +82,41 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert "seed" in config
     assert "sk-1" not in config
     assert len(folder.metrics()) == 3, "the files are always written"
+
+
+def resumed(folder: RunFolder, name: str) -> RunFolder:
+    """Steps 1 to 4, a checkpoint after 2 and its evaluation, then 3 to 5 by the run that was resumed there."""
+    steps = [{"step": float(step), "seconds_step": 1.0, "reward_mean": step / 8} for step in range(1, 6)]
+    evaluation = {"step": 2.0, "eval_reward": 0.25}
+    observers, lengths = Observers([name], folder, pytest.fail), dict[str, int]()
+    for row in (*steps[:2], evaluation, *steps[2:4]):
+        observers.log_metrics(row)
+        lengths = lengths or (folder.lengths() if row is steps[1] else {})
+    observers.close()
+    path, config = folder.path, folder.config
+    del folder, observers
+    gc.collect()
+    again = RunFolder(path, config, resume=True)
+    again.cut_back(lengths)
+    observers = Observers([name], again, pytest.fail)
+    observers.each(lambda observer: observer.resume(2))
+    for row in (evaluation, *steps[2:]):
+        observers.log_metrics(row)
+    observers.close()
+    return again
+
+
+@needs("tensorboard")
+@pytest.mark.stranger("2.C9")
+def test_tensorboard_shows_every_step_of_a_resumed_run_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = resumed(RunFolder(tmp_path / "a", Keyed()), "tensorboard")
+    read: Any = EventAccumulator(str(folder.path / "tensorboard"))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("reward_mean")] == [(s, s / 8) for s in range(1, 6)]
+    assert [(event.step, event.value) for event in read.Scalars("eval_reward")] == [(2, 0.25)]
+    assert len(read.Tensors("config")) == 1
 
 
 def blocks_of(file: Path) -> Iterator[bytes]:
@@ -183,6 +219,10 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: Any = database.get_logs("ownloop", name)
     rewards = [(row["step"], row["reward_mean"]) for row in rows if "reward_mean" in row]
     assert rewards == [(1, 0.5), (2, 0.75)]
+    again = resumed(RunFolder(tmp_path / "b", {}), "trackio")
+    rows = database.get_logs("ownloop", f"b-{(again.path / 'dashboard_id').read_text()}")
+    assert [row["step"] for row in rows if "reward_mean" in row] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows if "eval_reward" in row] == [2]
 
 
 CRASHING = """

@@ -8,6 +8,7 @@ import pickle
 import re
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,5 +110,5 @@ class _MetadataUnpickler(pickle.Unpickler):
             raise _RefusedClassError(f"{module_name}.{global_name}")
         found: Any = super().find_class(module_name, global_name)
         if (module_name, global_name) in _CALLED:
-            return lambda *args: found(*args)
+            return partial(found)
         return found if is_dtype else type(global_name, (), {"__new__": lambda _, *args: found.__new__(found, *args)})
