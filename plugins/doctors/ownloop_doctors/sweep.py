@@ -6,25 +6,28 @@ stay, a run that was stopped is resumed, and the others follow.
 
 import itertools
 import re
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from tyro.conf import Positional, arg
 
 from controller.commands.command import OfRuns, TakesFields, folder_named
 from controller.commands.command_line import FAILED, HELP
-from controller.commands.recipes import configuration, runnable_configuration
+from controller.commands.recipes import configuration, find_recipe, load_recipe, runnable_configuration
 from controller.commands.saved_recipe import RECIPE_FILE, saved_recipe
 from controller.commands.show import print_runs
+from controller.launching.hosts import Hosts
+from controller.runs import GroupLoopConfig
 from controller.runs.folder import FINISHED, check_ended, complete_checkpoints, state_of
 
 _STOPPED = 128  # statuses above this are signals
-_LISTS = ("--hosts", "--log")  # options that take several values themselves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,7 @@ class Sweep(OfRuns, TakesFields):
     """Runs a recipe once for every combination of values, one after the other.
 
     For example: `ownloop sweep RECIPE --seed 0 1 2 --learning-rate 1e-5 2e-5`.
+    Quote each value of an option that takes several words: `--loss-config "beta 1" "beta 2"`.
     """
 
     recipe: Annotated[str, Positional, arg(metavar="RECIPE")]
@@ -43,7 +47,8 @@ class Sweep(OfRuns, TakesFields):
         """Runs what is left to run and prints a table. Returns 1 if a run failed; after a signal, the run's status."""
         if HELP & set(self.fields):
             configuration(self.recipe, ["--help"], "sweep")
-        combinations = combinations_of(self.fields)
+        config = load_recipe(find_recipe(self.recipe))
+        combinations = combinations_of(self.fields, lambda option: takes_several_words(config, option))
         for combination in combinations.values():
             runnable_configuration(self.recipe, combination, "sweep")  # a wrong value is refused before any run starts
         folder = folder_named(self.runs, f"{Path(self.recipe).stem}-sweep" if self.name is None else self.name)
@@ -64,26 +69,59 @@ class Sweep(OfRuns, TakesFields):
         return FAILED if failed else 0
 
 
-def combinations_of(overrides: Sequence[str]) -> dict[str, list[str]]:
+def combinations_of(
+    overrides: Sequence[str], takes_several: Callable[[str], bool] | None = None
+) -> dict[str, list[str]]:
     """Name of a run -> its options, for every combination of the values that the options have.
 
-    Raises ValueError if there is only one combination.
+    All words of an option that `takes_several` are one value, unless each is quoted: "beta 1" "beta 2" are two values
+    of two words. By default the fields of `GroupLoopConfig` say which do. Raises ValueError if there is only one
+    combination.
     """
+    takes_several = takes_several or (lambda option: takes_several_words(GroupLoopConfig, option))
     values = _by_option(overrides)
-    swept = {option: given for option, given in values.items() if len(given) > 1 and option not in _LISTS}
+    swept: dict[str, list[str]] = {}
+    for option, given in values.items():
+        quoted = all(" " in word for word in given)
+        if len(given) > 1 and (quoted or not takes_several(option)):
+            swept[option] = given
+        if quoted and takes_several(option):
+            values[option] = [part for word in given for part in shlex.split(word)]
     if not swept:
         raise ValueError(
             "a sweep needs an option with several values: --seed 0 1 2; for one run there is `ownloop run`"
         )
     found: dict[str, list[str]] = {}
     for chosen in itertools.product(*swept.values()):
-        one = {**values, **{option: [value] for option, value in zip(swept, chosen, strict=True)}}
+        words = [
+            shlex.split(value) if takes_several(option) else [value]
+            for option, value in zip(swept, chosen, strict=True)
+        ]
+        one = {**values, **dict(zip(swept, words, strict=True))}
         name = ",".join(f"{option.removeprefix('--')}={value}" for option, value in zip(swept, chosen, strict=True))
         name = re.sub(r"[^\w.,=+-]", "_", name)
         if name in found:
             raise ValueError(f"two runs of the sweep would have the name {name}; run one of the two values by itself")
         found[name] = [word for option, given in one.items() for word in (option, *given)]
     return found
+
+
+def takes_several_words(config: Any, option: str) -> bool:
+    """Whether a configuration's field, or that of a dataclass, takes several words: a mapping or a sequence."""
+    *path, name = option.removeprefix("--").replace("-", "_").split(".")
+    for each in path:
+        config = getattr(config, each, None)
+    hints = get_type_hints(config if isinstance(config, type) else type(config))
+    return name in hints and _is_collection(hints[name])
+
+
+def _is_collection(hint: Any) -> bool:
+    """Whether a type, or one in a union, is of a mapping or a sequence other than text. Hosts are a list of them."""
+    kind = get_origin(hint) or hint
+    several = isinstance(kind, type) and issubclass(kind, Mapping | Sequence | Set) and not issubclass(kind, str)
+    return (
+        several or kind is Hosts or (kind in (Union, UnionType, Annotated) and any(map(_is_collection, get_args(hint))))
+    )
 
 
 def _by_option(words: Sequence[str]) -> dict[str, list[str]]:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from controller.commands.recipes import find_recipe, load_recipe
 from controller.runs.folder import RunFolder
-from ownloop_doctors.sweep import Sweep, combinations_of
+from ownloop_doctors.sweep import Sweep, combinations_of, takes_several_words
 from tests.controller.commands.test_cli import ROOT, add_checkpoint, command, ownloop
 from tests.controller.commands.test_run import refused
 from tests.waiting import wait_for_end, wait_until
@@ -64,6 +65,32 @@ def test_every_combination_has_a_run() -> None:
     for wrong, said in ((["--seed", "1"], "needs an option with several values"), (["0"], "unexpected argument 0")):
         with pytest.raises(ValueError, match=said):
             combinations_of(wrong)
+
+
+@pytest.mark.stranger("2.C8")
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        (["--loss-config", "clip_high_threshold", "1.3"], [["clip_high_threshold", "1.3"]]),
+        (["--loss-config", "clip_high_threshold", "1.3", "entropy_coef", "0.01"], None),
+        (
+            ["--loss-config", "entropy_coef 0.01", "entropy_coef 0.02"],
+            [["entropy_coef", "0.01"], ["entropy_coef", "0.02"]],
+        ),
+        (["--generator.engine-args", "enforce_eager", "True"], [["enforce_eager", "True"]]),
+        (["--trainer.gpus", "0", "1"], [["0", "1"]]),
+        (["--log", "wandb", "tensorboard"], [["wandb", "tensorboard"]]),
+        (["--learning-rate", "1e-5", "2e-5"], [["1e-5"], ["2e-5"]]),
+        (["--loss", "ppo", "cispo"], [["ppo"], ["cispo"]]),
+    ],
+)
+def test_an_option_of_several_words_is_one_value(words: list[str], values: list[list[str]] | None) -> None:
+    config = load_recipe(find_recipe("grpo_smollm2_cpu"))
+    found = combinations_of(["--seed", "0", "1", *words], lambda option: takes_several_words(config, option))
+    expected = [["--seed", seed, words[0], *value] for seed in "01" for value in values or [words[1:]]]
+    assert [*found.values()] == expected
+    if not words[0].count("."):
+        assert combinations_of(["--seed", "0", "1", *words]) == found
 
 
 def test_gpus_are_asked_of_the_hosts_that_compute(
