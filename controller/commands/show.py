@@ -1,7 +1,7 @@
 """`ownloop runs` and `show`: what runs have recorded, and what a recipe would do."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import localtime, strftime
@@ -12,7 +12,8 @@ from tyro.conf import Positional, arg
 from controller.commands.command import OfRuns, TakesFields
 from controller.commands.output import CapturedOutput
 from controller.commands.recipes import configuration, find_recipe
-from controller.runs.folder import CONFIG_FILE, METRICS, ROLLOUTS, check_run_schema, read_json, read_metrics, to_json
+from controller.runs.folder import CONFIG_FILE, METRICS, ROLLOUTS, check_run_schema, read_json, to_json
+from controller.runs.metric_rows import last_row_with, metric_rows
 
 if TYPE_CHECKING:
     from rl.types import Group
@@ -50,21 +51,22 @@ def _row(run: Path) -> tuple[str, ...]:
     from controller.runs.folder import state_of
 
     try:
-        config, rows, state = read_json(run / CONFIG_FILE), read_metrics(run / METRICS), state_of(run)
+        config, state, metrics = read_json(run / CONFIG_FILE), state_of(run), run / METRICS
+        first, values = next(metric_rows(metrics), {}), [_last(metrics, names) for names in (_TRAINING, _HELD_OUT)]
+        ends = [row["step"] for name in ("step", "seconds_step") if (row := last_row_with(metrics, name))]
     except ValueError as error:
         return (run.name, str(error), "-", "-", "-", "-")
-    done, total = int(max((row["step"] for row in rows), default=0)), config.get("num_steps", "?")
-    begun = rows[0].get("time") if rows else None
+    done, total = int(max(ends, default=0)), config.get("num_steps", "?")
+    begun = first.get("time")
     when = strftime("%Y-%m-%d %H:%M", localtime(begun or (run / CONFIG_FILE).stat().st_mtime))
-    return (run.name, state, f"{done}/{total}", _last(rows, _TRAINING), _last(rows, _HELD_OUT), when)
+    return (run.name, state, f"{done}/{total}", *values, when)
 
 
-def _last(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> str:
+def _last(metrics: Path, names: Sequence[str]) -> str:
     """The last value of the first of these metrics that the run has, with its name."""
     for name in names:
-        values = [row[name] for row in rows if name in row]
-        if values:
-            return f"{name.removeprefix('eval_').removesuffix('_mean').replace('_', ' ')} {values[-1]:.3f}"
+        if row := last_row_with(metrics, name):
+            return f"{name.removeprefix('eval_').removesuffix('_mean').replace('_', ' ')} {row[name]:.3f}"
     return "-"
 
 

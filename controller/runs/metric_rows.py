@@ -7,8 +7,10 @@ recipe imports. A run of another schema is refused.
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +30,33 @@ def metric_rows(file: Path) -> Iterator[Row]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.endswith(b"\n"):
-                try:
-                    row = dict[str, float | None](json.loads(line))
-                except (ValueError, TypeError) as error:
-                    raise ValueError(f"{file}, line {number}, is damaged: {error}") from None
-                check_schema(row, file.parent)
-                row.pop("schema_version")
-                # The parser makes each name anew for each row, which would be most of a row's memory.
-                yield {sys.intern(name): math.nan if value is None else value for name, value in row.items()}
+                yield _row(line, partial("{}, line {}".format, file, number), file.parent)
+
+
+def last_row_with(file: Path, name: str) -> Row | None:
+    """The last row with a metric, or None. Parses that row alone, so it suits files of any length.
+
+    Raises ValueError as `metric_rows` does.
+    """
+    if not file.exists() or not file.stat().st_size:
+        return None
+    with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as text:
+        place = text.rfind(f'"{name}":'.encode(), 0, text.rfind(b"\n") + 1)
+        if place < 0:
+            return None
+        start, end = text.rfind(b"\n", 0, place) + 1, text.find(b"\n", place) + 1
+        return _row(text[start:end], lambda: f"{file}, line {text[:start].count(bytes([10])) + 1}", file.parent)
+
+
+def _row(line: bytes, where: Callable[[], str], run: Path) -> Row:
+    try:
+        row = dict[str, float | None](json.loads(line))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where()}, is damaged: {error}") from None
+    check_schema(row, run)
+    row.pop("schema_version")
+    # The parser makes each name anew for each row, which would be most of a row's memory.
+    return {sys.intern(name): math.nan if value is None else value for name, value in row.items()}
 
 
 def check_schema(saved: Mapping[str, Any], run: Path) -> None:

@@ -6,7 +6,7 @@ says what can be claimed.
 
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ from controller.commands.command import OfRuns
 from controller.commands.saved_recipe import find_run
 from controller.runs.folder import CONFIG_FILE, METRICS, read_json, read_metrics
 from controller.runs.loop_config import differences
-from controller.runs.metric_rows import by_step, metric_differences
+from controller.runs.metric_rows import Difference, by_step, last_row_with, metric_differences
 from ownloop_report.comparison import (
     Configuration,
     FinalReward,
@@ -28,6 +28,7 @@ from ownloop_report.comparison import (
 )
 
 _SHOWN = ("reward_mean", "eval_reward", "loss", "grad_norm", "seconds_step")
+_MOST_STEPS = 40  # that a table shows: the first, the last and those between at equal distances
 _WIDTH = 80  # of a page that is not a terminal
 _SIGNIFICANT = 0.05
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -74,7 +75,7 @@ def _print(lines: Iterable[str], width: int) -> None:
 
 
 def _is_evaluated(run: Path) -> bool:
-    return any("eval_reward" in row for row in read_metrics(run / METRICS))
+    return last_row_with(run / METRICS, "eval_reward") is not None
 
 
 def draw_comparison(configurations: Sequence[Configuration], file: Path) -> None:
@@ -100,12 +101,17 @@ def comparison(run_a: Path, run_b: Path, width: int = _WIDTH) -> Iterable[str]:
         yield f"{field}: {a!r} in A, {b!r} in B"
     ours, theirs = (by_step(read_metrics(run / METRICS)) for run in (run_a, run_b))
     shown = [name for name in _SHOWN if any(name in row for row in (*ours.values(), *theirs.values()))]
-    steps = sorted(ours.keys() | theirs.keys())
+    found, steps = metric_differences(ours, theirs), sorted(ours.keys() | theirs.keys())
+    if (num_steps := len(steps)) > _MOST_STEPS:
+        some = {steps[i * (num_steps - 1) // (_MOST_STEPS - 2)] for i in range(_MOST_STEPS - 1)}
+        steps = sorted(some | {found[0].step} if found else some)
     pairs = [
         _pair(name, [ours.get(step, {}) for step in steps], [theirs.get(step, {}) for step in steps]) for name in shown
     ]
     yield from _tables([f"{'step':>6}", *(f"{step:>6}" for step in steps)], pairs, width)
-    yield _verdict(ours, theirs)
+    if len(steps) < num_steps:
+        yield f"{len(steps)} of {num_steps} steps are shown; the next sentence is about all."
+    yield _verdict(ours.keys() & theirs.keys(), found)
 
 
 def _pair(name: str, ours: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]]) -> list[str]:
@@ -127,9 +133,8 @@ def _tables(first: Sequence[str], blocks: Sequence[Sequence[str]], width: int) -
     yield from lines
 
 
-def _verdict(ours: Mapping[int, Mapping[str, float]], theirs: Mapping[int, Mapping[str, float]]) -> str:
+def _verdict(both: Collection[int], found: Sequence[Difference]) -> str:
     """One sentence: where the metrics first differ, and where they differ most."""
-    both, found = ours.keys() & theirs.keys(), metric_differences(ours, theirs)
     if not both:
         return "The runs have no step in common."
     if not found:

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -5,7 +6,9 @@ import numpy as np
 import pytest
 
 from controller.commands import cli
+from controller.commands.show import _row  # pyright: ignore[reportPrivateUsage]
 from controller.runs.folder import CONFIG_FILE, RunFolder, read_json, write_json
+from controller.runs.metric_rows import SCHEMA_VERSION, last_row_with
 from ownloop_doctors.compare import comparison, configurations_of
 from tests.controller.runs.other_schemas import OTHER_SCHEMAS, run_of_schema
 
@@ -166,3 +169,38 @@ def test_another_schema_is_refused(schema: int | None, found: int, tmp_path: Pat
     run = run_of_schema(tmp_path / "a", schema)
     with pytest.raises(ValueError, match=f"is a run of schema {found}"):
         list(comparison(run, run))
+
+
+@pytest.mark.stranger("2.C11")
+def test_long_runs_are_compared_in_a_page_and_read_from_their_ends(tmp_path: Path) -> None:
+    names = ["reward_mean", "eval_reward", "loss", "grad_norm", "seconds_step"]
+    for name in "ab":
+        (tmp_path / name / "logs").mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text('{"num_steps": 20000}')
+        rows = [
+            {
+                "schema_version": SCHEMA_VERSION,
+                "step": step,
+                **dict.fromkeys(names, 0.5 + (step == 7777) * (name == "b")),
+            }
+            for step in range(1, 20001)
+        ]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3')
+    lines = [*comparison(tmp_path / "a", tmp_path / "b")]
+    assert sum(map(len, lines)) < 12_000
+    assert "first differ at step 7777" in lines[-1]
+    shown = [line.split()[0] for line in lines if line.split()[0].isdigit()]
+    assert {"1", "7777", "20000"} <= {*shown}
+    file = tmp_path / "a" / "metrics.jsonl"
+    assert last_row_with(file, "eval_reward") == {"step": 20000, **dict.fromkeys(names, 0.5)}
+    assert last_row_with(file, "eval_rewar") is None
+    with file.open("rb+") as stream:  # every line but the first and the last
+        stream.seek(200)
+        stream.write(b"x" * 1000)
+    ((_, state, step, training, held_out, _),) = [_row(tmp_path / "a")]
+    assert (state, step, training, held_out) == (
+        "stopped, nothing to resume",
+        "20000/20000",
+        "reward 0.500",
+        "reward 0.500",
+    )
