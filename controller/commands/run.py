@@ -135,12 +135,17 @@ class Run(OfRuns, TakesFields):
         path = find_run(run, self.runs)
         check_has_checkpoint(path)
         config = resumed_configuration(path, self.fields)
-        if is_finished(path) and getattr(config, "num_steps", None) == read_json(path / CONFIG_FILE).get("num_steps"):
+        before, now = read_json(path / CONFIG_FILE).get("num_steps"), getattr(config, "num_steps", None)
+        if is_finished(path) and now == before:
             print(f"{path} is finished; --num-steps N continues it", file=output.terminal)
             return 0
         check_inputs(path, config)
         check_hardware(Path(saved_recipe(path)["file"]), config)
         output.say(f"resuming with the recipe in {path / RECIPE_FILE}")
+        if now != before:
+            output.say(
+                f"num_steps was {before} and is {now}: a rate that falls until the last step falls anew"
+            )
         loop = _loop(config)
         folder = RunFolder(path, config, resume=True)
         add_options(folder.path, self.fields)

@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 
 import pytest
 
+from controller.runs.folder import read_metrics
 from controller.runs.recording import read_recording
 from rl.data.sources import EnvExamples, EnvPreferences
 from rl.envs.procedural import TextProblem
 from rl.tiny_tasks import EvenWords
 from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import LOOPS, run_loop
+from tests.docs.pages import ROOT
 
 pytestmark = pytest.mark.seconds
 
@@ -70,3 +72,20 @@ def test_steps_of_any_size_take_every_item_once(loop: str, tmp_path: Path, monke
             assert {len(group.rollouts) for groups in steps for group in groups} == {rollouts}
         done = kept
     assert sorted(trained) == list(range(len(trained)))
+
+
+@pytest.mark.stranger("2.C10")
+@pytest.mark.parametrize("loop", ["sft", "dpo"])
+def test_more_steps_stretch_a_schedule(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/resume.md: the steps to come have the rates of a run that had so many steps from its beginning."""
+    launch_in_process(monkeypatch, tmp_path / "cache")
+    for name, stages in {"resumed": (2, 5), "whole": (5,)}.items():
+        for last in stages:
+            _run(loop, tmp_path / name, 2, num_steps=last, warmup_steps=0, resume=last > stages[0])
+    resumed, whole = (
+        [row["learning_rate"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "learning_rate" in row]
+        for name in ("resumed", "whole")
+    )
+    assert resumed[2:] == whole[2:]
+    assert resumed[1] < resumed[2], "it had nearly come to its end"
+    assert "stretches a schedule" in (ROOT / "docs" / "resume.md").read_text()
