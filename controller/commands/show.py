@@ -53,7 +53,7 @@ def _row(run: Path) -> tuple[str, ...]:
     try:
         config, state, metrics = read_json(run / CONFIG_FILE), state_of(run), run / METRICS
         first, values = next(metric_rows(metrics), {}), [_last(metrics, names) for names in (_TRAINING, _HELD_OUT)]
-        ends = [row["step"] for name in ("step", "seconds_step") if (row := last_row_with(metrics, name))]
+        ends = [row["step"] for name in ("", "seconds_step") if (row := last_row_with(metrics, name))]
     except ValueError as error:
         return (run.name, str(error), "-", "-", "-", "-")
     done, total = int(max(ends, default=0)), config.get("num_steps", "?")

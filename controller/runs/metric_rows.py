@@ -33,15 +33,16 @@ def metric_rows(file: Path) -> Iterator[Row]:
                 yield _row(line, partial("{}, line {}".format, file, number), file.parent)
 
 
-def last_row_with(file: Path, name: str) -> Row | None:
-    """The last row with a metric, or None. Parses that row alone, so it suits files of any length.
+def last_row_with(file: Path, name: str = "") -> Row | None:
+    """The last row, or the last with a metric; None without one. Parses it alone, so it suits files of any length.
 
     Raises ValueError as `metric_rows` does.
     """
     if not file.exists() or not file.stat().st_size:
         return None
     with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as text:
-        place = text.rfind(f'"{name}":'.encode(), 0, text.rfind(b"\n") + 1)
+        whole = text.rfind(b"\n")
+        place = text.rfind(f'"{name}":'.encode(), 0, whole + 1) if name else whole
         if place < 0:
             return None
         start, end = text.rfind(b"\n", 0, place) + 1, text.find(b"\n", place) + 1
