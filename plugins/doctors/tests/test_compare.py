@@ -199,7 +199,7 @@ def test_long_runs_are_compared_in_a_page_and_read_from_their_ends(tmp_path: Pat
         stream.write(b"x" * 1000)
     ((_, state, step, training, held_out, _),) = [_row(tmp_path / "a")]
     assert (state, step, training, held_out) == (
-        "stopped, nothing to resume",
+        "stopped, nothing saved",
         "20000/20000",
         "reward 0.500",
         "reward 0.500",
