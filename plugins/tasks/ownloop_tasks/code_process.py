@@ -83,7 +83,7 @@ class Link:
         self._reader, self._writer, self._served = reader, writer, served
         self.space: dict[str, Any] = {"__name__": "answer"}
         self.classes = set[str]()
-        self._objects, self._exceptions = list[Any](), dict[str, Any]()
+        self.given, self._exceptions = list[Any](), dict[str, Any]()
 
     def ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
         """What the other end returns. Raises what it raises, and EOFError if it has ended."""
@@ -159,8 +159,8 @@ class Link:
             return ["object", seen[id(value)][0], type(value).__name__, self._encoded(vars(value), seen)]
         if isinstance(value, Remote):
             return ["yours", value._number]
-        self._objects.append(value)
-        return ["mine", len(self._objects) - 1]
+        self.given.append(value)
+        return ["mine", len(self.given) - 1]
 
     def _decoded(self, read: Any, seen: dict[int, Any]) -> Any:
         if not isinstance(read, list):
@@ -177,25 +177,34 @@ class Link:
             case "error", list(line), *words:
                 return self._exception(line)(*(self._decoded(item, seen) for item in words))
             case "class", list(line):
-                return self._exception(line)
+                known = vars(builtins).get(line[0])
+                return known if isinstance(known, type) else self._exception(line)
             case "module", str(module) if module.partition(".")[0] in sys.stdlib_module_names:
                 return importlib.import_module(module)
             case "object", int(number), str(kind), state if kind in self.classes:
-                made = seen[number] = object.__new__(self.space[kind])
-                vars(made).update(self._decoded(state, seen))
-                return made
+                return self._made(number, kind, state, seen)
             case "same", int(number):
                 return seen[number]
             case "yours", int(number):
-                return self._objects[number]
+                return self.given[number]
             case "mine", int(number):
                 return Remote(self, number)
             case _:
                 return next(back for kind, (_, back) in _IN_WORDS.items() if kind.__name__ == name)(*parts)
 
+    def _made(self, number: int, kind: str, state: Any, seen: dict[int, Any]) -> Any:
+        """An object of a class that both sides have."""
+        made = seen[number] = object.__new__(self.space[kind])
+        found: dict[str, Any] = self._decoded(state, seen)
+        if any(callable(getattr(type(made), name, None)) for name in found):
+            raise ValueError(f"an object of {kind} has an attribute in the place of a method")
+        vars(made).update(found)
+        return made
+
     def _exception(self, line: Sequence[str]) -> Any:
-        """The class of Python's own, or one made in its image, by the names of a class and those that it inherits."""
-        if isinstance(known := getattr(builtins, line[0], None), type):
+        """The exception of Python's own, or one made in its image, by the names of a class and those it inherits."""
+        known = vars(builtins).get(line[0])
+        if isinstance(known, type) and issubclass(known, BaseException):
             return known
         if line[0] not in self._exceptions:
             self._exceptions[line[0]] = type(line[0], (self._exception(line[1:]),), {})
@@ -276,7 +285,13 @@ def score(text: str, mark: str, setup: str, code: str, tests: Sequence[str]) -> 
     subprocess.Popen(command, stdin=null, stdout=null, stderr=null, pass_fds=theirs)
     for each in theirs:
         os.close(each)
-    link = Link(os.fdopen(reader), os.fdopen(writer, "w"), _callback)
+
+    def callback(operation: str, function: Any, *arguments: Any, **named: Any) -> Any:
+        if operation != "call" or all(function is not given for given in link.given):
+            raise ValueError("code may call the functions that a test gave it, and nothing else")
+        return function(*arguments, **named)
+
+    link = Link(os.fdopen(reader), os.fdopen(writer, "w"), callback)
     space = link.space = Names(link)
     passed = 0
     with contextlib.redirect_stdout(io.StringIO()):
@@ -317,11 +332,3 @@ def _names(test: str) -> set[str]:
         return {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
     except (SyntaxError, ValueError):
         return set()
-
-
-def _callback(operation: str, *arguments: Any, **named: Any) -> Any:
-    """The code may call functions that a test gave it, and nothing else."""
-    function, *rest = arguments
-    if operation != "call":
-        raise AttributeError(f"{operation} of a function of the tests is not for the answer")
-    return function(*rest, **named)

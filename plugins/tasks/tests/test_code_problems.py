@@ -94,12 +94,39 @@ def add(*arguments):
             if type(text) is str and "assert add" + str(arguments)[:-1] in text:
                 return int(text.rpartition("==")[2])
 """
+MADE_THERE = """import json, sys
+def add(*arguments):
+    frame = sys._getframe()
+    while not hasattr(frame.f_locals.get("self"), "_receive"):
+        frame = frame.f_back
+    link = frame.f_locals["self"]
+    def send(*message):
+        link._writer.write(json.dumps(["list", *message]) + chr(10))
+        link._writer.flush()
+    def done(value):
+        send("done", value, ["list", None, None, None], "")
+        link.serve()
+    def made(*words):
+        send("ask", "call", ["list", *words], ["dict"])
+        return ["yours", json.loads(link._reader.readline())[2][1]]
+    equal = made(["class", ["type"]], "Equal", ["tuple"], ["dict", ["__eq__", ["class", ["bool"]]]])
+    done(made(equal))
+"""
+MADE_BY_AN_ERROR = (
+    MADE_THERE.partition("    equal =")[0]
+    + """
+    made_up = ["error", ["type"], "X", ["tuple", ["class", ["tuple"]]], ["dict", ["__eq__", ["class", ["bool"]]]]]
+    done(["error", ["map"], made_up, ["list", ["list"]]])
+"""
+)
 CHEATS = {
     **{
         f"equal to everything {base}": EQUAL.format(base=base) + "def add(*arguments): return Equal()" for base in BASES
     },
     "a class": EQUAL.format(base="").replace("Equal", "add") + "    def __init__(self, *arguments): pass",
     "a meta class": EQUAL.format(base="(type)") + "class add(metaclass=Equal): pass",
+    "a class of the tests' process": MADE_THERE,
+    "a class made by an error": MADE_BY_AN_ERROR,
     "frames": FRAMES.format(found="None"),
     "the caller's names": FRAMES.format(found="sys._getframe(1).f_locals.get('test', '== 0').split()[-1]"),
     "gc": COLLECTED,
@@ -119,15 +146,27 @@ CHEATS = {
     "the parent's files": "import os\ndef add(*arguments): return open(f'/proc/{os.getppid()}/cmdline').read()",
     "helpers": EQUAL.format(base="") + "abs = round = sorted = len = set = isclose = Equal()\ndef add(*a): return a",
     "modules of the tests": EQUAL.format(base="") + "math = Equal()\ndef add(*arguments): return 1",
+    "a method of the setup": "def add(*arguments):\n    node = Node()\n    node.same = bool\n    return node",
     "a helper of the setup": "def near(*arguments): return True\ndef add(*arguments): return 1",
     "another's name": "def AssertionError(*arguments): pass\ndef add(*arguments): return 1",
 }
 GRADED = (
     *(*TESTS, "assert abs(add(1, 2) - 3) < 1e-9", "assert add(1, 2) in (3, 4)", "assert 3 in [add(1, 2)]"),
     *("assert near(add(1, 2), 3)", "assert math.isclose(add(1, 2), 3)", "assert isclose(add(1, 2), 3)"),
-    *("assert {add(1, 2)} == {3}", "assert 2 < add(1, 2) < 4"),
+    *(
+        "assert [*add(1, 2)] == [3]",
+        "x = Node()\nx.value = 3\nassert isinstance(add(1, 2), Node) and add(1, 2).same(x)",
+        "assert {add(1, 2)} == {3}",
+        "assert 2 < add(1, 2) < 4",
+    ),
 )
-SETUP = "import math\nfrom math import isclose\ndef near(one, other): return abs(one - other) < 1e-9"
+SETUP = """import math
+from math import isclose
+def near(one, other): return abs(one - other) < 1e-9
+class Node:
+    value = 0
+    def same(self, other): return self.value == other.value
+"""
 
 
 @pytest.mark.stranger("2.A4")
@@ -187,9 +226,9 @@ ANSWERS = {
 
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_values_pass_between_the_tests_and_the_code(kind: str) -> None:
-    setup = "class Node:\n    def __init__(self, v, next=None): self.v, self.next = v, next\ndef stub(): pass"
+    setup = "class Node:\n    next = None\n    def __init__(self, v, next=None): self.v, self.next = v, next\n"
     code, *tests = ANSWERS[kind]
-    assert _scored(f"```python\n{code}\n```", tests=tests, setup=setup)[1]["tests_passed"] == 1
+    assert _scored(f"```python\n{code}\n```", tests=tests, setup=f"{setup}def stub(): pass")[1]["tests_passed"] == 1
 
 
 @pytest.mark.stranger("2.D7")
