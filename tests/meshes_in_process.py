@@ -74,7 +74,7 @@ class InProcessStore:
         self.mesh = Mesh("store", None, None, (), ())
         self.name = name
         self.needed = [self.mesh]
-        self.is_free = True
+        self.is_free = False
 
     async def complete(self) -> None:
         """All is on this host."""
