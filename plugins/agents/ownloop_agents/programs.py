@@ -33,6 +33,7 @@ from rl.protocols import Done
 from rl.rollouts.episodes import checked_reward
 
 _LOOK_S = 0.2
+_ARGUMENT_BYTES = (128 << 10) - 1  # MAX_ARG_STRLEN of man 2 execve, with its last 0
 _PYTHON = re.compile(r"python[0-9.]*$")
 _STEERING = ("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py")
 
@@ -418,6 +419,11 @@ async def _run(sandbox: Box, url: str, opened: OpenSession, program: Program, ta
     # each argument in turn, so that a prompt may contain `{base_url}`
     given = [argument.replace("{base_url}", f"{url}/v1") for argument in program.argv]
     argv = [argument.replace("{prompt}", task.prompt) for argument in given]
+    if (size := max(len(argument.encode()) for argument in argv)) > _ARGUMENT_BYTES:
+        raise ValueError(
+            f"an argument of the program has {size} bytes with its prompt, and Linux takes {_ARGUMENT_BYTES}; give the "
+            "prompt as one of AgentTask.files"
+        )
     env = {
         "HOME": sandbox.work,
         "OPENAI_BASE_URL": f"{url}/v1",

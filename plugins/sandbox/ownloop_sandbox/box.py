@@ -16,6 +16,7 @@ import tempfile
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -73,7 +74,7 @@ class Work:
         """The content of a file.
 
         Raises FileNotFoundError, also for what is no regular file, and ValueError if it has more than `most` bytes, or
-        if the program left more than 256 MiB and this file was left out.
+        64 MiB, or was left out because the program left more than 256 MiB.
         """
         if name not in self._files:
             raise FileNotFoundError(f"the program left no regular file {name!r}")
@@ -169,11 +170,9 @@ class Box:
         self._answers[0] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read(self._process))
         try:
-            await asyncio.wait_for(self._answers[0], _START_LIMIT_S)
-        except BaseException as error:
+            await _within(_START_LIMIT_S, self._answers[0])
+        except BaseException:
             await self.destroy()
-            if isinstance(error, TimeoutError):
-                raise BoxError(f"a box was not ready within {_START_LIMIT_S:g} s") from None
             raise
 
     async def run(
@@ -199,7 +198,7 @@ class Box:
             in_time = True
         except TimeoutError:
             self._send(b"k", number, b"")
-            said_last, in_time = await asyncio.wait_for(running, _KILL_LIMIT_S), False
+            said_last, in_time = await _within(_KILL_LIMIT_S, running), False
         except BaseException:
             running.cancel()
             self._send(b"k", number, b"")
@@ -218,7 +217,7 @@ class Box:
         """Writes a file in a folder, in place of whatever has its name. Raises ValueError if it leads out of it."""
         data = content.encode() if isinstance(content, str) else content
         where = {"path": folder or self.work, "name": inside(name), "mode": mode}
-        await self._ask(b"p", where, data)
+        await _within(_ANSWER_LIMIT_S, self._ask(b"p", where, data))
 
     async def files(self, folder: str = "", name: str = "", most: int = _LEFT_BYTES) -> Work:
         """The regular files of a folder, or one of them.
@@ -227,10 +226,9 @@ class Box:
         """
         number = next(self._numbers)
         found = self._found[number] = Work()
-        asked = {"path": folder or self.work, "name": name and inside(name), "most": most}
+        asked = {"path": folder or self.work, "name": name and inside(name), "most": most, "each": _FILE_BYTES}
         try:
-            async with asyncio.timeout(_ANSWER_LIMIT_S):
-                await self._ask(b"f", asked, number=number)
+            await _within(_ANSWER_LIMIT_S, self._ask(b"f", asked, number=number))
         except BaseException:
             found.close()
             raise
@@ -240,7 +238,7 @@ class Box:
 
     async def stop(self) -> None:
         """Ends every process of the box but its first, which serves it."""
-        await asyncio.wait_for(self._ask(b"x", {}), _ANSWER_LIMIT_S)
+        await _within(_ANSWER_LIMIT_S, self._ask(b"x", {}))
 
     async def destroy(self) -> None:
         """Ends every process, and removes what they left. May be called again."""
@@ -290,7 +288,16 @@ class Box:
         try:
             while True:
                 length, kind, number = HEAD.unpack(await process.stdout.readexactly(HEAD.size))
-                self._take(kind, number, await process.stdout.readexactly(length))
+                content = await process.stdout.readexactly(length)
+                if kind == b"f" and number in self._found:
+                    said, _, file = content.partition(b"\n")
+                    add = partial(self._found[number].add, json.loads(said), file)
+                    if length > _PART:
+                        await asyncio.to_thread(add)
+                    else:
+                        add()
+                else:
+                    self._take(kind, number, content)
         except (asyncio.IncompleteReadError, ConnectionError):
             with contextlib.suppress(TimeoutError):
                 said = await asyncio.wait_for(process.stderr.read(4096), 1.0)
@@ -303,10 +310,7 @@ class Box:
                 connection.end()
 
     def _take(self, kind: bytes, number: int, content: bytes) -> None:
-        if kind == b"f" and number in self._found:
-            said, _, file = content.partition(b"\n")
-            self._found[number].add(json.loads(said), file)
-        elif kind in b"sz" and number in self._answers and not self._answers[number].done():
+        if kind in b"sz" and number in self._answers and not self._answers[number].done():
             self._answers[number].set_result(content)
         elif kind == b"n" and self._connect is not None:
             self._connections[number] = _Connection(
@@ -359,6 +363,13 @@ class _Connection:
             self._waiting_bytes -= len(content)
         if writer.can_write_eof():
             writer.write_eof()
+
+
+async def _within(limit_s: float, answer: Awaitable[bytes]) -> bytes:
+    try:
+        return await asyncio.wait_for(answer, limit_s)
+    except TimeoutError:
+        raise BoxError(f"the box did not answer within {limit_s:g} s") from None
 
 
 def inside(name: str) -> str:

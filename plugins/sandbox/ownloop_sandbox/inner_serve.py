@@ -107,10 +107,11 @@ class Server:
                 looked = time.monotonic()
 
     def send(self, kind: bytes, number: int, content: bytes) -> None:
-        """Sends a frame. Waits until the other side has room."""
+        """Sends a frame. Waits until the other side has room; where it has ended, standard input says so next."""
         rest = memoryview(HEAD.pack(len(content), kind, number) + content)
-        while rest:
-            rest = rest[os.write(1, rest) :]
+        with contextlib.suppress(BrokenPipeError):
+            while rest:
+                rest = rest[os.write(1, rest) :]
 
     def receive(self) -> None:
         """Does what was asked for."""
@@ -150,7 +151,7 @@ class Server:
         if kind == b"p":
             put(asked["path"], asked["name"], rest, asked["mode"])
         elif kind == b"f":
-            for header, file in files(asked["path"], asked["name"], asked["most"], single_links=not self.is_first):
+            for header, file in files(**asked, single_links=not self.is_first):
                 self.send(b"f", number, json.dumps(header).encode() + b"\n" + file)
         elif kind == b"x":
             self.stop()
@@ -377,11 +378,12 @@ def put(path: str, name: str, content: bytes, mode: int) -> None:
         os.close(folder)
 
 
-def files(path: str, name: str, most: int, *, single_links: bool) -> Iterator[tuple[dict[str, Any], bytes]]:
+def files(path: str, name: str, most: int, each: int, *, single_links: bool) -> Iterator[tuple[dict[str, Any], bytes]]:
     """The regular files below a folder, `name` alone if it is given, with names, modes and sizes. Follows no link.
 
-    Small ones come first. Raises ValueError for a name of something else. Files that would go beyond `most` bytes come
-    without content, and those more than 64 folders deep do not come. `single_links` leaves out what has several names.
+    Small ones come first. Raises ValueError for a name of something else. Files of more than `each` bytes, or that
+    would go beyond `most` bytes in all, come without content, and those more than 64 folders deep do not come.
+    `single_links` leaves out what has several names.
     """
     waiting, found = [] if name else [(path, "", 0)], [(0, name)] if name else []
     while waiting:
@@ -392,9 +394,9 @@ def files(path: str, name: str, most: int, *, single_links: bool) -> Iterator[tu
                     waiting.append((entry.path, f"{prefix}{entry.name}/", depth + 1))
                 elif entry.is_file(follow_symlinks=False):
                     found.append((entry.stat(follow_symlinks=False).st_size, prefix + entry.name))
-    for _, each in sorted(found):
+    for _, file in sorted(found):
         try:
-            header, content = read(path, each, most, single_links=single_links)
+            header, content = read(path, file, min(most, each), single_links=single_links)
         except (OSError, ValueError):
             if name:
                 raise

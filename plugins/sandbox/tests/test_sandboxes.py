@@ -14,7 +14,7 @@ import pytest
 from ownloop_sandbox.inner_serve import remove
 from ownloop_sandbox.sandboxes import Box, Ended, Place, SandboxName, Work, make_sandbox
 from plugins.sandbox.tests.here import BOXES, in_a_box, need_box
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.seconds
 SLEEP = f"time.sleep({2000 + os.getpid()})"  # of no other test's process
@@ -102,6 +102,23 @@ def test_no_process_outlives_a_box(tmp_path: Path, name: SandboxName) -> None:
             await until(lambda: not _sleepers(), "the end of the child")
 
     asyncio.run(in_a_box(name, Place(), use))
+
+
+def test_a_box_ends_with_a_controller_that_is_killed(tmp_path: Path, name: SandboxName) -> None:
+    code = (
+        "import asyncio, os, sys\nfrom ownloop_sandbox.sandboxes import Place, make_sandbox\n"
+        "async def main():\n"
+        f"    box = make_sandbox({name!r}, Place())\n    await box.create()\n    print(box.work, flush=True)\n"
+        f"    await box.run([sys.executable, '-c', 'import os, time; os.fork() or os.setsid(); {SLEEP}'], {{}}, 600)\n"
+        "asyncio.run(main())"
+    )
+    with subprocess.Popen(python(code), stdout=subprocess.PIPE, text=True) as controller:
+        assert controller.stdout is not None
+        work = Path(controller.stdout.readline().strip())
+        wait_until(lambda: len(_sleepers()) >= 3, "its program")
+        controller.kill()
+    wait_until(lambda: not _sleepers(), "the end of the program")
+    wait_until(lambda: name != "local" or not work.exists(), "the end of its folder")
 
 
 def _sleepers() -> list[psutil.Process]:
@@ -204,17 +221,20 @@ def test_three_thousand_nested_folders_cost_nothing(tmp_path: Path, name: Sandbo
     assert not (tmp_path / "top").exists()
 
 
-def test_many_programs_at_once_leave_nothing() -> None:
+def test_many_programs_at_once_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each hangs, forks, fills its disk and writes links; those beside them are served."""
     need_box("namespaces")
     bad = (
-        "import os\nos.symlink('/', 'l')\nos.fork()\nwith open('f', 'wb') as f:\n    while f: f.write(bytes(1 << 20))\n"
+        "import os, time\nos.symlink('/', 'l')\nwith open('f', 'wb') as f:\n    try:\n"
+        "        while f: f.write(bytes(1 << 20))\n    except OSError: pass\n"
+        f"try:\n    while os.fork() or 1: pass\nexcept OSError: {SLEEP}"
     )
-    place, before = Place(disk_bytes=4 << 20, num_processes=8), set(Path("/tmp").iterdir())
+    place = Place(disk_bytes=4 << 20, num_processes=8)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     async def one(number: int) -> str:
         async def use(box: Box) -> str:
-            ended = await box.run(python("print(6 * 7)" if number % 2 else bad + SLEEP), {}, 20 if number % 2 else 3)
+            ended = await box.run(python("print(6 * 7)" if number % 2 else bad), {}, 20 if number % 2 else 3)
             await box.stop()
             return ended.output if "l" not in (await box.files()).names else "a link"
 
@@ -230,7 +250,7 @@ def test_many_programs_at_once_leave_nothing() -> None:
     limit = asyncio.Semaphore(1)
     asyncio.run(main())
     assert not _sleepers()
-    assert {path for path in set(Path("/tmp").iterdir()) - before if path.name.startswith("ownloop-")} == set()
+    assert not [*tmp_path.iterdir()]
 
 
 STAND_IN = """#!/bin/sh
