@@ -188,17 +188,18 @@ class Command:
     time_limit_s: float = 60.0
 
     async def __call__(self, task: AgentTask, work: Work, attempt: Attempt) -> float:
-        """See `Reward`. Raises RuntimeError if the command cannot be started: that is no fault of the attempt."""
+        """See `Reward`. Raises RuntimeError if the command cannot be started: that is no fault of the attempt.
+
+        Statuses 126 and 127 of a shell say so, and 4 of pytest, whose arguments name a file that is not there.
+        """
         del work
-        proven = _proven(self.argv)
-        if proven is None:
-            return float((await attempt.run(self.argv, self.time_limit_s)).exit_code == 0)
-        mark = secrets.token_hex(16)
-        said = json.dumps({"mark": mark, "trusted": [*task.hidden]})
-        ended = await attempt.run(proven, self.time_limit_s, said=said)
-        if f"{mark}?" in ended.output:
-            raise RuntimeError(f"the reward's command cannot be started: {' '.join(self.argv)}")
-        return float(ended.exit_code == 0 and mark in ended.output)
+        proven, mark = _proven(self.argv), secrets.token_hex(16)
+        said = json.dumps({"mark": mark, "trusted": [*task.hidden]}) if proven else ""
+        ended = await attempt.run(proven or self.argv, self.time_limit_s, said=said)
+        unfit = (126, 127) if proven is None else (4,) if "pytest" in proven else ()
+        if ended.exit_code in unfit or (proven and f"{mark}?" in ended.output):
+            raise RuntimeError(f"the reward's command cannot be started: {' '.join(self.argv)}: {ended.output[-200:]}")
+        return float(ended.exit_code == 0 and (proven is None or mark in ended.output))
 
 
 def _proven(argv: Sequence[str]) -> list[str] | None:

@@ -211,7 +211,11 @@ def test_what_cannot_be_told_apart_is_known() -> None:
 
 @pytest.mark.stranger("2.B2")
 @pytest.mark.parametrize(
-    "argv", [["nosuchinterpreter", "x"], ["python3", "absent.py"], ["python3", "-m", "absent"], ["python9", "check.py"]]
+    "argv",
+    [
+        *(["nosuchinterpreter", "x"], ["python3", "absent.py"], ["python3", "-m", "absent"], ["python9", "check.py"]),
+        *(["sh", "-c", "nosuchinterpreter x"], ["sh", "-c", "./sums.py"], ["python3", "-m", "pytest", "absent.py"]),
+    ],
 )
 def test_a_command_that_cannot_be_started_is_no_reward(argv: list[str]) -> None:
     with pytest.raises(RuntimeError, match=r"cannot be started|No such file"):
