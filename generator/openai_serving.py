@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import vllm
+from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -29,7 +30,10 @@ from generator.engine import GenerationEngine
 from generator.openai_calls import OpenAICall
 from rl.checks import unknown_name
 from rl.images import images_of
+from rl.rollouts.chats import check_shown
+from rl.rollouts.rendering import opening_of
 from rl.system.plugins import find
+from rl.types import Answer, Thoughts
 
 # vLLM hands a request on by itself, and knows policies only as LoRA directories.
 CALL: ContextVar[OpenAICall] = ContextVar("call")
@@ -116,7 +120,7 @@ class OpenAIServing:
                 f"tool_parser is {tool_parser!r} and reasoning_parser {reasoning_parser!r}, which vLLM cannot use with "
                 f"this model: {error}"
             ) from error
-        self._chat.parser_cls = _by_prompt(self._chat.parser_cls)
+        self._chat.parser_cls = _by_our_rules(self._chat.parser_cls)
         self._completion = OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None)
 
     async def answer(self, call: OpenAICall) -> tuple[int, str | AsyncGenerator[str]]:
@@ -129,8 +133,19 @@ class OpenAIServing:
         status = int(result.error.code) if isinstance(result, ErrorResponse) else 200
         return status, result if isinstance(result, AsyncGenerator) else _as_json(result)
 
+    def check_shown(self, request: Any) -> None:
+        """Raises ValueError for what the request of a chat holds and the model would not see."""
+        try:
+            tokenizer: Any = self._chat.renderer.tokenizer
+            template = str(tokenizer.get_chat_template(tools=request.get("tools") or None))
+        except Exception:  # vLLM says what is missing, and knows models that have no template
+            return
+        check_shown(request, template)
+
     async def _answer(self, call: OpenAICall) -> Any:
         request_type = ChatCompletionRequest if call.kind == "chat" else CompletionRequest
+        if call.kind == "chat":
+            self.check_shown(json.loads(call.body))
         request: Any = request_type.model_validate_json(call.body)
         if request.use_beam_search:
             raise ValueError("use_beam_search is not supported; use n with a temperature")
@@ -139,24 +154,52 @@ class OpenAIServing:
         return await create(request)
 
 
-def _by_prompt(parser_class: Any) -> Any:
-    """The parser, to which a whole answer is no reasoning if the prompt has closed it, as vLLM has it in streams."""
+def _by_our_rules(parser_class: Any) -> Any:
+    """The parser, which reads reasoning as `rl.types.Answer` does.
+
+    A whole answer is no reasoning if the prompt has closed it, as vLLM has it in streams. And without a parser of
+    reasoning, a call within a thought is a thought.
+    """
     if parser_class is None:
         return None
 
-    class ByPrompt(parser_class):
-        ended = False
+    class ByOurRules(parser_class):
+        ended, opening = False, ""
+        thoughts: Thoughts | None = None
 
         def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
             super().set_prompt_token_ids(prompt_token_ids)
             self.ended = self.is_reasoning_end([*prompt_token_ids])
+            self.opening = opening_of(self.model_tokenizer, prompt_token_ids)
 
         def extract_reasoning(self, model_output: str, *args: Any) -> tuple[str | None, str | None]:
             reasoning, content = super().extract_reasoning(model_output, *args)
             is_all = not content and (reasoning or "").strip() == model_output.strip()
             return (None, model_output) if self.ended and is_all else (reasoning, content)
 
-    return ByPrompt
+        def parse(self, model_output: str, *args: Any, **options: Any) -> Any:
+            thought = len(model_output) - len(Answer.read(model_output, opening=self.opening).content)
+            if thought == 0 or self.reasoning_parser is not None:
+                return super().parse(model_output, *args, **options)
+            said = Answer.read(model_output, opening=self.opening).content
+            reasoning, content, calls = super().parse(said, *args, **options)
+            return reasoning, model_output.removesuffix(said) + (content or "") if calls else model_output, calls
+
+        def parse_delta(
+            self, delta_text: str, delta_token_ids: Any, request: Any, prompt_token_ids: Any = None, **options: Any
+        ) -> Any:
+            if self.thoughts is None:
+                self.thoughts = Thoughts(opening_of(self.model_tokenizer, prompt_token_ids or ()))
+            thought = 0 if self.reasoning_parser is not None else self.thoughts.add(delta_text)
+            rest = delta_text[thought:]
+            tokens = delta_token_ids if rest or not thought else []
+            found = super().parse_delta(rest, tokens, request, prompt_token_ids, **options)
+            if thought:
+                found = found or DeltaMessage()
+                found.content = delta_text[:thought] + (found.content or "")
+            return found
+
+    return ByOurRules
 
 
 def _as_json(result: Any) -> str:

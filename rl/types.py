@@ -89,6 +89,7 @@ REASONING: Mapping[str, str] = {
     "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",  # gpt-oss
 }
 """What opens reasoning -> what closes it. Reasoning in any other spelling is content."""
+_LONGEST_DELIMITER = max(map(len, [*REASONING, *REASONING.values()]))
 _DELIMITERS = re.compile("|".join(map(re.escape, [*REASONING, *REASONING.values()])))
 
 
@@ -138,6 +139,24 @@ class Answer(str):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the parts."""
         return Answer, (str(self), self.reasoning, self.content, self.is_cut_off)
+
+
+class Thoughts:
+    """Follows a text that comes in pieces through its reasoning, by the rules of `Answer`."""
+
+    def __init__(self, opening: str) -> None:
+        """`opening` is as for `Answer.read`."""
+        self._opening, self._before = opening, ""
+
+    def add(self, piece: str) -> int:
+        """The number of characters of the next piece that belong to reasoning, with its delimiters."""
+        text, end = self._before + piece, 0
+        for found in _DELIMITERS.finditer(text):
+            if self._opening and found[0] != REASONING[self._opening]:
+                continue
+            self._opening, end = found[0] if found[0] in REASONING else "", found.end()
+        num_before, self._before = len(self._before), text[max(end, len(text) - _LONGEST_DELIMITER) :]
+        return len(piece) if self._opening else max(end - num_before, 0)
 
 
 def open_reasoning(text: str) -> str:

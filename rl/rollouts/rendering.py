@@ -114,8 +114,7 @@ class Renderer:
 
         Templates of models that always reason open the reasoning themselves.
         """
-        end = str(self._tokenizer.decode([*tokens[-_LONGEST_OPENING:]], skip_special_tokens=False)).rstrip()
-        return next((opening for opening in REASONING if end.endswith(opening)), "")
+        return opening_of(self._tokenizer, tokens)
 
     def encode_reply(
         self, reply: Prompt, answer_tokens: Sequence[int], earlier: Sequence[Message] = (_QUESTION,)
@@ -373,6 +372,12 @@ def _led(lead: str, completion: str) -> str:
     tag, end, _ = lead.strip().partition(">")
     begins = completion.lstrip().startswith(tag + end) if tag else completion.startswith(lead)
     return completion if begins else lead + completion
+
+
+def opening_of(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """See `Renderer.opening`."""
+    end = str(tokenizer.decode([*tokens[-_LONGEST_OPENING:]], skip_special_tokens=False)).rstrip()
+    return next((opening for opening in REASONING if end.endswith(opening)), "")
 
 
 def prompt_text(prompt: Prompt) -> str:

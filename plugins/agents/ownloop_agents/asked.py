@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import vllm
 
+from rl.rollouts.chats import TEXT_PARTS
 from rl.types import SamplingParams
 
-_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking", "reasoning")
+_PARTS = (*TEXT_PARTS, "reasoning", "tool_use", "redacted_thinking", "tool_addition", "tool_removal")
+"""Parts that vLLM shows, calls, and what no model is to read."""
 
 
 def our_sampling(
@@ -81,17 +83,40 @@ def check_request(request: Any) -> None:
             raise ValueError(f"{name} is {value!r}, which an agent's endpoint does not take; {instead}")
 
 
-def check_messages(request: Any, messages: Sequence[Any]) -> None:
-    """Raises ValueError for tools that no program runs, and for what is not text."""
+def check_tools(request: Any) -> None:
+    """Raises ValueError for tools that no program runs."""
     for tool in getattr(request, "tools", None) or ():
         if tool.type != "function":
             raise ValueError(f"tools has one of type {tool.type!r}; only 'function' is taken, for programs that run it")
-    for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else getattr(message, "content", None)
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-            if kind not in _TEXT_PARTS:
-                raise ValueError(f"a message has a part of type {kind!r}; this endpoint takes text only")
+
+
+def whole_parts(body: Any) -> Any:
+    """A request whose messages vLLM shows whole. Raises ValueError, naming the part, for what it would leave out.
+
+    Of an answer in several parts, vLLM shows the first in Responses; here they are one.
+    """
+    fields = body if isinstance(body, dict) else {}
+    _check_parts(fields.get("system"))
+    for name in ("messages", "input"):
+        items = fields.get(name)
+        for item in items if isinstance(items, list) else ():
+            if not isinstance(item, dict) or item.get("type") == "reasoning":
+                continue
+            content = item.get("content")
+            _check_parts(content)
+            _check_parts(item.get("output"))
+            if name == "input" and item.get("role") == "assistant" and isinstance(content, list) and len(content) > 1:
+                item["content"] = [{**content[0], "text": "".join(str(part.get("text", "")) for part in content)}]
+    return body
+
+
+def _check_parts(content: Any) -> None:
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if kind == "tool_result":
+            _check_parts(part.get("content"))
+        elif kind not in _PARTS:
+            raise ValueError(f"a message has a part of type {kind!r}; this endpoint takes text only")
 
 
 def wants_form(request: Any) -> bool:

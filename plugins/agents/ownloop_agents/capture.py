@@ -11,6 +11,7 @@ session: a request brings the earlier calls along. What depends on vLLM's own st
 
 import asyncio
 import contextvars
+import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -35,7 +36,7 @@ from generator.conversion import bounded, kept_sets
 from generator.engine import GenerationEngine
 from generator.openai_calls import OpenAICall
 from generator.openai_serving import EngineClient, OpenAIServing
-from ownloop_agents.asked import check_messages, check_request, limit_tokens, our_sampling, wants_form
+from ownloop_agents.asked import check_request, check_tools, limit_tokens, our_sampling, wants_form, whole_parts
 from ownloop_agents.records import RECORD, CallRecord, SessionRequest
 from ownloop_agents.splicing import Message, Prompt, digests, find_prompt, hide_control_tokens
 from rl.rollouts.tokenizer import TextEncoder
@@ -115,7 +116,7 @@ class CapturingRenderer(OnlineRenderer):
 
     async def preprocess_chat(self, request: Any, messages: list[Any], *args: Any, **options: Any) -> Any:
         """As vLLM's, with the prompt's tokens replaced. Raises ValueError for what cannot be captured exactly."""
-        check_messages(request, messages)  # before vLLM renders: an error costs nothing
+        check_tools(request)  # before vLLM renders: an error costs nothing
         now = _NOW.get()
         now.request, now.constrained = request, wants_form(request)  # before a parser adds a form of its own
         # vLLM's own tokens, which may differ from what was sampled before
@@ -263,7 +264,10 @@ class CapturingServing(OpenAIServing):
 
     async def _answer(self, call: OpenAICall) -> Any:
         request_type, create = self._dialects[call.kind]
-        request = request_type.model_validate_json(call.body)
+        body = whole_parts(json.loads(call.body))
+        if call.kind == "chat/completions":
+            self.check_shown(body)
+        request = request_type.model_validate_json(json.dumps(body))
         request.model = call.model  # vLLM refuses names that it does not serve, and the program's is free
         check_request(request)
         if call.kind == "messages" and request.messages and request.messages[-1].role == "assistant":

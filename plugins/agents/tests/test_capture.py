@@ -324,6 +324,118 @@ async def _read(events: Any) -> None:
             pass
 
 
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "secret"}}
+FOUND = {"type": "search_result", "source": "x", "title": "x", "content": [{"type": "text", "text": "secret"}]}
+
+
+def result(*parts: Any) -> Any:
+    return [*ASK, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [*parts]}]}]
+
+
+def answered(**fields: Any) -> Any:
+    return [*ASK, {"role": "assistant", **fields}, *ASK]
+
+
+UNSEEN: dict[str, tuple[str, Any, str]] = {
+    "document": ("messages", [{"role": "user", "content": [DOCUMENT]}], "document"),
+    "found": ("messages", [{"role": "user", "content": [FOUND]}], "search_result"),
+    "a found result": ("messages", result(FOUND), "part of type 'search_result'"),
+    "a document as result": ("messages", result({"type": "text", "text": "a"}, DOCUMENT), "part of type 'document'"),
+    "an unknown result": ("messages", result({"type": "strange"}), "part of type 'strange'"),
+    "a reference": (
+        "messages",
+        [{"role": "user", "content": [{"type": "tool_reference", "tool_name": "x"}]}],
+        "tool_ref",
+    ),
+    "a reference in a chat": (
+        "chat",
+        [{"role": "user", "content": [{"type": "tool_reference", "name": "x"}]}],
+        "tool_ref",
+    ),
+    "an old call": ("chat", answered(content=None, function_call={"name": "f", "arguments": "{}"}), "function_call"),
+    "audio": ("chat", answered(content=None, audio={"id": "x"}), "audio"),
+    "refusal": ("chat", answered(content=None, refusal="never"), "refusal"),
+    "a file": ("responses", [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}], "input_file"),
+    "a file as output": (
+        "responses",
+        [{"type": "function_call_output", "call_id": "a", "output": [{"type": "input_file", "file_id": "x"}]}],
+        "input_file",
+    ),
+    "an item": ("responses", [{"type": "computer_call_output", "call_id": "a", "output": {}}, *ASK], "computer_call"),
+}
+
+
+@pytest.mark.stranger("2.E5")
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_the_model_would_not_see_is_refused(chat_engine: GenerationEngine, name: str) -> None:
+    dialect, messages, text = UNSEEN[name]
+
+    async def main() -> None:
+        async with endpoint_over(chat_engine) as endpoint:
+            session = endpoint.begin("a")
+            client = httpx.AsyncClient(base_url=f"{endpoint.url}/v1", headers={"x-api-key": session.key})
+            field = "input" if dialect == "responses" else "messages"
+            body = {"model": "m", "max_tokens": 4, field: messages}
+            path = "chat/completions" if dialect == "chat" else dialect
+            answer = await client.post(path, json=body)
+            assert (answer.status_code, text in answer.text) == (400, True), answer.text
+            assert session.calls == []
+
+    run_paced(main())
+
+
+@pytest.mark.stranger("2.E5")
+def test_an_answer_in_several_parts_is_shown_whole(chat_engine: GenerationEngine) -> None:
+    parts = [{"type": "output_text", "text": text, "annotations": []} for text in ("one ", "two")]
+    said: Any = {"type": "message", "role": "assistant", "id": "m", "status": "completed", "content": parts}
+
+    async def main() -> None:
+        async with endpoint_over(chat_engine) as endpoint:
+            session = endpoint.begin("a")
+            await of_openai(endpoint, session).responses.create(
+                model="m", input=[*ASK, said, *ASK], max_output_tokens=2
+            )
+            assert "one two<|im_end|>" in session.calls[0].turn.prompt
+
+    run_paced(main())
+
+
+@pytest.mark.stranger("2.E5")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "start", "num_calls"),
+    [
+        (f"<think>I could say {CALL}</think>no", "", 0),
+        (f"I could say {CALL}</think>no", "<think>", 0),
+        (f"<think>never {CALL}", "", 0),
+        (f"<think>yes</think>well\n{CALL}", "", 1),
+        (CALL, "", 1),
+    ],
+)
+def test_a_call_within_a_thought_is_a_thought(
+    chat_engine: GenerationEngine, text: str, start: str, num_calls: int, stream: bool
+) -> None:
+    """As `ToolEnv` has it."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    from generator.openai_serving import OpenAIServing  # loads vLLM
+
+    serving: Any = OpenAIServing(chat_engine, tool_parser="hermes", reasoning_parser="")
+    request = ChatCompletionRequest.model_validate({"messages": ASK, "tools": [TOOL]})
+    tokenizer: Any = chat_engine.llm.renderer.tokenizer
+    parser, prompt = serving._chat.parser_cls(tokenizer, request.tools), tokenizer.encode("hi" + start)
+    if stream:
+        pieces = [parser.parse_delta(each, [0], request, prompt, finished=False) for each in text]
+        found = [piece for piece in pieces if piece is not None]
+        content = "".join(piece.content or "" for piece in found)
+        calls = [call for piece in found for call in piece.tool_calls if call.function and call.function.name]
+    else:
+        parser.set_prompt_token_ids(prompt)
+        _, content, calls = parser.parse(text, request, True, [])
+    assert len(calls or ()) == num_calls
+    assert (content or "").strip() == text.removesuffix(CALL if num_calls else "").strip()
+
+
 def of_schema(schema: Any) -> Any:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}}
 
