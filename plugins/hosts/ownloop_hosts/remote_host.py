@@ -56,6 +56,7 @@ class Host:
         self._offsets: dict[Path, int] = {}
         self._beats: asyncio.Task[None] | None = None
         self._lifeline: Lifeline | None = None
+        self._gone = asyncio.Event()
 
     @classmethod
     async def connect(
@@ -110,13 +111,20 @@ class Host:
         await self._answer(self.agent.receive_model.call_one(offer), within_s)
 
     async def _answer(self, call: Awaitable[T], within_s: float) -> T:
+        tasks = asyncio.ensure_future(awaited(call)), asyncio.create_task(self._gone.wait())
         try:
-            async with asyncio.timeout(within_s):
-                return await call
+            await asyncio.wait(tasks, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                return tasks[0].result()
+            raise HostLostError(self.name, self.lost or f"it has not answered a question for {within_s:g} s")
         except ActorError as error:
             raise error.exception from None
-        except (SupervisionError, TimeoutError) as error:
+        except SupervisionError as error:
             raise HostLostError(self.name, f"it has not answered a question: {_first_lines(error)}") from None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def watch(self) -> None:
         """Begins to ask for signs of life, until the host is lost."""
@@ -134,6 +142,7 @@ class Host:
         """Gives the host up. Its agent ends what runs there, as soon as it notices or can."""
         if self.lost is None:
             self.lost = why
+            self._gone.set()
             if self._beats is not None:
                 self._beats.cancel()
             if self._lifeline is not None:

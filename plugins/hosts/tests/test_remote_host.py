@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -226,3 +227,25 @@ def test_a_death_that_monarch_tells_first_is_named_by_the_agent(tmp_path: Path) 
             await Calls("toy", ranks, Deadlines()).answers({None: died()}, "die")
 
     asyncio.run(main())
+
+
+@pytest.mark.stranger("2.E5")
+@pytest.mark.parametrize("question", ["ask", "receive_model"])
+def test_a_question_ends_with_the_loss_of_its_host(question: str) -> None:
+    class Silent:
+        class ask:  # noqa: N801, as the agent's endpoints
+            call_one = staticmethod(lambda *_: asyncio.Event().wait())
+
+        receive_model = ask
+
+    async def main() -> None:
+        host, clock = fake_host("n1"), asyncio.get_running_loop().time
+        host.agent = Silent()
+        asyncio.get_running_loop().call_later(2.0, host.lose, "its worker has ended")
+        for limit in (2.1, 0.1):  # one that is asked while it is lost, and one that is lost
+            start = clock()
+            with pytest.raises(HostLostError, match="its worker has ended"):
+                await (host.ask(len, ()) if question == "ask" else host.receive_model(cast(Any, None), 30.0))
+            assert clock() - start < limit
+
+    run_virtual(main())
