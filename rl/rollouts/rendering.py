@@ -71,9 +71,11 @@ class Renderer:
         """`model` is a Hugging Face directory with a tokenizer; `max_model_len` is the generator's context length.
 
         `date` is the time that a chat template sees which asks for it (`strftime_now`), the present by default. A
-        renderer keeps it, so that its prompts stay the same at midnight.
+        renderer keeps it, so that its prompts stay the same at midnight. Raises ValueError for a tokenizer with tokens
+        that the model lacks.
         """
         self._tokenizer = load_tokenizer(model)
+        _check_tokens(self._tokenizer, model)
         self._text = TextEncoder(self._tokenizer)
         self._model = model
         self._date = datetime.now().astimezone() if date is None else date
@@ -316,6 +318,22 @@ class Renderer:
 
     def _encode(self, rendered: _Rendered) -> tuple[int, ...]:
         return self._text.rendered(rendered.text, rendered.hidden)
+
+
+def _check_tokens(tokenizer: Any, model: Path) -> None:
+    """Raises ValueError for tokens that the model lacks. Models of text may have those that stand for media."""
+    size = read_config(model).get("vocab_size") if (model / "config.json").is_file() else None
+    if not isinstance(size, int) or len(tokenizer) <= size:
+        return
+    media = {getattr(tokenizer, f"{kind}_token", None) for kind in ("image", "video", "audio")}
+    lacking = {number: text for text, number in tokenizer.get_vocab().items() if number >= size and text not in media}
+    if lacking:
+        first = min(lacking)
+        raise ValueError(
+            f"the tokenizer in {model} has {len(lacking)} tokens that the model lacks, such as {lacking[first]!r}, "
+            f"number {first}; config.json says vocab_size {size}: take the tokenizer that belongs to the weights, or "
+            "weights whose embeddings were resized"
+        )
 
 
 def _messages(chat: Prompt) -> list[Message]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from rl.rollouts.rendering import Renderer
 from rl.rollouts.tokenizer import load_tokenizer, said_tokens, text_of
 from rl.tiny_models import tiny_llama, tiny_qwen3
 from tests.waiting import LIMIT_S
@@ -65,6 +66,23 @@ def test_nothing_that_loads_a_folder_may_run_its_code() -> None:
     assert len(calls) >= 5
     for call in calls:
         assert "trust_remote_code=False" in ast.unparse(call) or "**_options(" in ast.unparse(call)
+
+
+@pytest.mark.stranger("2.E5")
+@pytest.mark.parametrize(("text", "is_media"), [("w64", False), ("<|im_start|>", False), ("<image>", True)])
+def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(tmp_path: Path, text: str, is_media: bool) -> None:
+    model = tiny_llama(tmp_path / "model")
+    tokenizer = load_tokenizer(model)
+    tokenizer.add_tokens([text], special_tokens=text != "w64")
+    tokenizer.save_pretrained(model)
+    if is_media:
+        file = model / "tokenizer_config.json"
+        media = {"extra_special_tokens": {"image_token": text}}
+        file.write_text(json.dumps({**json.loads(file.read_text()), **media}))
+        Renderer(model)
+    else:
+        with pytest.raises(ValueError, match=re.escape(f"such as {text!r}, number 64; config.json says vocab_size 64")):
+            Renderer(model)
 
 
 SAID = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|channel|>", "<|message|>", "<box>")
