@@ -46,7 +46,9 @@ def is_of(value: object, hint: Any) -> bool:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return value in arguments
-    if origin in (Union, types.UnionType, Annotated):  # what annotates a type is none, so it fits all
+    if origin is Annotated:
+        return is_of(value, arguments[0])
+    if origin in (Union, types.UnionType):
         return any(is_of(value, each) for each in arguments)
     if hint in _NUMBERS:  # a bool is an int in Python
         return isinstance(value, _NUMBERS[hint]) and not isinstance(value, bool)
@@ -77,6 +79,8 @@ def _innermost(field: str, value: Any, hint: Any) -> tuple[str, Any, Any]:
 def _wanted(hint: Any) -> str:
     """What a value of a type is, in words."""
     origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _wanted(arguments[0])
     if origin in (Union, types.UnionType):
         return " or ".join(map(_wanted, arguments))
     return f"one of {arguments}" if origin is Literal else _WANTED.get(hint) or f"a {(origin or hint).__name__}"
