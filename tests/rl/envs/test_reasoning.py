@@ -34,6 +34,11 @@ def test_a_template_may_have_braces_and_an_option_be_a_list() -> None:
         assert not set("*/") & set(problem.id)
 
 
+def test_every_task_can_be_made() -> None:
+    for task in reasoning._tasks().keys() - {"composite"}:  # pyright: ignore[reportPrivateUsage]
+        assert ReasoningGym(task=task).name == task
+
+
 def test_a_stream_is_a_function_of_seed_and_number() -> None:
     ids = [p.id for p in ENV.train_problems(5, 0, 40)]
     assert [p.id for p in ENV.train_problems(5, 30, 10)] == ids[30:]
