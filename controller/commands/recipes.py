@@ -288,7 +288,6 @@ def _registry() -> "ConstructorRegistry":
         PrimitiveConstructorSpec,
         PrimitiveTypeInfo,
         StructConstructorSpec,
-        StructFieldSpec,
     )
 
     from controller.launching.hosts import METAVAR, Hosts, parse_hosts
@@ -296,19 +295,11 @@ def _registry() -> "ConstructorRegistry":
     registry = ConstructorRegistry()
 
     def protocol_rule(info: "StructTypeInfo") -> "StructConstructorSpec | None":
-        value = info.default
-        if (
-            not getattr(info.type, "_is_protocol", False)
-            or not dataclasses.is_dataclass(value)
-            or isinstance(value, type)
-        ):
+        kind = type(info.default)
+        if not getattr(info.type, "_is_protocol", False) or not dataclasses.is_dataclass(kind):
             return None
-        hints = get_type_hints(type(value))
-        fields = [
-            StructFieldSpec(name=field.name, type=hints[field.name], default=getattr(value, field.name))
-            for field in dataclasses.fields(value)
-        ]
-        return StructConstructorSpec(instantiate=type(value), fields=tuple(fields))
+        made = ConstructorRegistry.get_struct_spec(dataclasses.replace(info, type=kind))
+        return made if isinstance(made, StructConstructorSpec) else None
 
     def hosts_rule(info: "PrimitiveTypeInfo") -> "PrimitiveConstructorSpec[Any] | None":
         if info.type != Hosts | None:

@@ -214,7 +214,7 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
         (("run", "grpo_smollm2_cpu", "--replay", "gone"), "error: the recording "),
         (
             ("run", "accumulate_smollm2_cpu", "--replay", "gone"),
-            "error: --replay is for loops with one rollout batch a step",
+            "error: the recording ",
         ),
         (
             ("run", "grpo_async_smollm2_cpu", "--max-staleness", "-1"),
