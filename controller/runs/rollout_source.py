@@ -1,5 +1,6 @@
 """A run's rollouts: which problems each step gets, how they are sampled, and how held-out problems are evaluated."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -11,6 +12,7 @@ from controller.runs.loop_config import HeldOut, RolloutLoopConfig
 from controller.runs.models import resolve_model, resolve_teacher
 from controller.runs.recording import RecordedEnv
 from generator.config import GeneratorConfig
+from rl.envs.jsonl import JsonlProblem
 from rl.protocols import Env, Generator, Problem, best_reward_of
 from rl.rollouts.episodes import rollout_groups, step_seed
 from rl.rollouts.evaluation import Evaluation, eval_sampling, evaluate
@@ -50,6 +52,15 @@ class RolloutSource:
         for name, each in self._held_out.items():
             sampling = each.sampling or self.sampling
             check_prompts_fit(self.renderer, self._held_out_problems[name], config.generator, sampling)
+        held_out = (problem for problems in self._held_out_problems.values() for problem in problems)
+        if self.renderer.has_chat_template and any(
+            isinstance(problem, JsonlProblem) and isinstance(problem.prompt, str) for problem in held_out
+        ):
+            warnings.warn(
+                "prompts of the JSONL file are text, which is sent without the model's chat template; an instruct "
+                'model may answer nothing: write [{"role": "user", "content": ...}] in place of the text',
+                stacklevel=2,
+            )
         self.problems: Mapping[str, Problem] = {}
         """The problems of the groups that were sampled last, by id."""
         self._config = config

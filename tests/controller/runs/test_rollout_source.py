@@ -2,10 +2,12 @@
 
 import asyncio
 import io
+import json
 import threading
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from controller.runs.recording import RecordedEnv
 from controller.runs.rollout_source import RolloutSource
 from controller.runs.training_run import Run
 from generator.config import GeneratorConfig
+from rl.envs.jsonl import JsonlReward
 from rl.envs.procedural import TextProblem
 from rl.rollouts.episodes import step_seed
 from rl.tiny_models import tiny_llama
@@ -179,7 +182,8 @@ class WaitingWords(EvenWords):
 def test_the_environments_time_limit_holds_by_default(config: GRPOConfig) -> None:
     config = replace(config, num_eval=1, env=WaitingWords())
     group, _ = _step(_source(config), 1)
-    assert [failure.partition(": ")[2] for failure in group.failures] == ["it did not answer within 0.05 s"] * 2
+    assert all(": it did not answer within 0.05 s" in failure for failure in group.failures)
+    assert len(group.failures) == 2
     (group,) = asyncio.run(_source(config).evaluate(_generator())).groups
     assert (len(group.rollouts), len(group.failures)) == (0, 1)
     WaitingWords.may_score.set()
@@ -214,3 +218,20 @@ def test_routes_are_asked_of_the_generator(config: GRPOConfig) -> None:
         replace(config, trainer=TrainerConfig(engine="fsdp2"))
     with pytest.raises(ValueError, match="is no mixture of experts"):
         replace(config.generator, model=Path(config.model)).check_model()
+
+
+@pytest.mark.stranger("2.F7")
+@pytest.mark.parametrize("prompt", ["number {}", [{"role": "user", "content": "number {}"}]])
+@pytest.mark.parametrize("has_template", [True, False])
+def test_text_for_a_model_with_a_chat_template_is_warned_of(
+    prompt: Any, has_template: bool, config: GRPOConfig, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    if has_template:
+        template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+        (Path(config.model) / "chat_template.jinja").write_text(template)
+    rows = [json.dumps({"prompt": prompt}).replace("{}", str(number)) for number in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    env = JsonlReward(file=tmp_path / "rows.jsonl", reward="rl.envs.jsonl:no_reward")
+    if has_template or isinstance(prompt, str):
+        _source(replace(config, env=env, num_eval=1))
+    assert any("chat template" in str(w.message) for w in recwarn) == (has_template and isinstance(prompt, str))
