@@ -38,7 +38,7 @@ _FORMULAS = frozenset(
         *("intermediate_integration", "polynomial_multiplication", "simple_integration"),
     }
 )
-_FUNCTIONS = frozenset("sin cos tan asin acos atan sinh cosh tanh exp log ln sqrt Abs abs Rational".split())
+_FUNCTIONS = frozenset("sin cos tan asin acos atan sinh cosh tanh exp log ln sqrt Abs abs Rational Integral".split())
 _MAX_FORMULA = 1000  # characters; SymPy takes seconds for longer ones
 _MAX_DEGREE = 100
 _SERVE = "from rl.envs.reasoning import serve_entries; serve_entries()"
