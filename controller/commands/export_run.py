@@ -118,12 +118,13 @@ def _metrics(rows: Sequence[Mapping[str, float]]) -> Iterator[str]:
     evaluations = [row for row in rows if any(name.startswith("eval_") for name in row)]
     names = [name for name in (evaluations[-1] if evaluations else {}) if f"{name}_low" in evaluations[-1]]
     if names:
-        a, b = evaluations[0], evaluations[-1]
-        head = f"| | after step {a['step']:.0f} | after step {b['step']:.0f} | 95 % interval |"
-        yield from ("", "## Held-out", "", head, "|---|---|---|---|")
+        shown, last = evaluations[:1] * (len(evaluations) > 1) + evaluations[-1:], evaluations[-1]
+        steps = " | ".join(f"after step {row['step']:.0f}" for row in shown)
+        yield from ("", "## Held-out", "", f"| | {steps} | 95 % interval |", "|---|" + "---|" * (len(shown) + 1))
         for name in names:
-            values = f"{a.get(name, math.nan):.3f} | {b[name]:.3f} | {b[f'{name}_low']:.3f} to {b[f'{name}_high']:.3f}"
-            yield f"| {name.removeprefix('eval_')} | {values} |"
+            values = " | ".join(f"{row.get(name, math.nan):.3f}" for row in shown)
+            interval = f"{last[f'{name}_low']:.3f} to {last[f'{name}_high']:.3f}"
+            yield f"| {name.removeprefix('eval_')} | {values} | {interval} |"
     steps = [row for row in rows if "seconds_step" in row]
     shown = [name for name in _FROM_TRAINING if steps and name in steps[-1]]
     if shown:

@@ -277,6 +277,8 @@ def replayed(config: Any, file: Path) -> Any:
     missing = [name for name in _NEEDED if not hasattr(config, name)]
     if missing:
         raise ValueError(f"--replay is for loops that sample rollouts; {type(config).__name__} has no {missing[0]}")
+    if not getattr(config, "replays", True):
+        raise ValueError(f"--replay is for loops that sample rollouts; {type(config).__name__} runs programs instead")
     best, again = best_reward_of(config.env), getattr(config, "samples_again", False)
     env = RecordedEnv(file.absolute(), config.prompts_per_step, best, samples_again=again)
     if config.num_steps > env.num_steps:

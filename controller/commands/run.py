@@ -143,9 +143,7 @@ class Run(OfRuns, TakesFields):
         check_hardware(Path(saved_recipe(path)["file"]), config)
         output.say(f"resuming with the recipe in {path / RECIPE_FILE}")
         if now != before:
-            output.say(
-                f"num_steps was {before} and is {now}: a rate that falls until the last step falls anew"
-            )
+            output.say(f"num_steps was {before} and is {now}: a rate that falls until the last step falls anew")
         loop = _loop(config)
         folder = RunFolder(path, config, resume=True)
         add_options(folder.path, self.fields)

@@ -171,8 +171,11 @@ class RolloutLoopConfig(LoopConfig):
     records_routes = True
     """Whether the loop's data have the routes of its completions."""
     evaluations = get_args(Evaluated)
-    samples_again = False
     """What `evaluation` may be: not "beside" where the generator has other work then."""
+    samples_again = False
+    """Whether a step may sample more than `prompts_per_step` problems."""
+    replays = True
+    """Whether the loop can train on recorded rollouts in place of new ones."""
     env_time_limit_s: float | None = None
     """Longest that one call of the environment may take; a longer one costs its rollout. None: what the environment
     says (`call_time_limit_s`), and 60 s if it says nothing."""

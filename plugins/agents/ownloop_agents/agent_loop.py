@@ -26,6 +26,7 @@ class AgentConfig(GroupLoopConfig):
     tool_parser: str = ""
     """vLLM's parser of tool calls, by its name."""
     records_routes = False
+    replays = False
     evaluations = ("between",)
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from configs.agent_qwen3_gpu import recipe as gpu_recipe
 from configs.agent_smollm2_cpu import recipe
+from controller.commands.resume import replayed
 from controller.runs.folder import complete_checkpoints
 from ownloop_agents.look_up import LookUp
 from ownloop_agents.programs import AgentTask
@@ -68,6 +69,8 @@ def test_every_mistake_fails_its_tests_and_its_repair_passes() -> None:
 def test_the_loop_and_the_task_refuse_each_others_kind() -> None:
     with pytest.raises(ValueError, match="env is a LargestNumber; this loop needs an AgentEnv"):
         replace(recipe(), env=LargestNumber())
+    with pytest.raises(ValueError, match="--replay is for loops that sample rollouts; AgentConfig runs programs"):
+        replayed(recipe(), Path("runs/other"))
     with pytest.raises(TypeError, match="task '7' is for a program"):
         AgentTask(id="7").start()
 

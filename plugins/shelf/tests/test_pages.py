@@ -9,6 +9,7 @@ import pytest
 
 from ownloop_shelf.published_advantages import ADVANTAGES
 from ownloop_shelf.published_losses import LOSSES
+from tests.controller.loops.test_place_in_data import assert_every_item_comes_once
 from tests.docs.in_process import launch_in_process
 from tests.docs.pages import ROOT, names_in_tables
 from tests.docs.test_losses_page import written
@@ -28,6 +29,13 @@ def test_metrics_of_distillation_are_explained(tmp_path: Path, monkeypatch: pyte
     ours = names_in_tables(ROOT / "plugins" / "shelf" / "README.md", "Metrics")
     assert ours <= names
     assert {name for name in names - ours if not is_explained(name)} == set()
+
+
+@pytest.mark.seconds
+@pytest.mark.stranger("2.C3")
+def test_distillation_takes_every_problem_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_in_process(monkeypatch, tmp_path / "cache")
+    assert_every_item_comes_once("distill", tmp_path, teacher="smollm2-135m-instruct")
 
 
 if __name__ == "__main__":

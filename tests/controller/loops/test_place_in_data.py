@@ -52,13 +52,18 @@ def _run(loop: str, path: Path, size: int, **changes: Any) -> None:
 @pytest.mark.parametrize("loop", LOOPS)
 def test_steps_of_any_size_take_every_item_once(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_in_process(monkeypatch, tmp_path / "cache")
+    assert_every_item_comes_once(loop, tmp_path)
+
+
+def assert_every_item_comes_once(loop: str, tmp_path: Path, **changes: Any) -> None:
+    """In three stages, each with other sizes; a later one may begin before the end of the one before."""
     draw, path, done = random.Random(loop), tmp_path / "run", 0
     trained = list[int]()
     for stage in range(3):
         last, first_asked = done + draw.choice((2, 3)), len(Numbered.asked)
         size, rollouts = draw.choice((1, 2, 3, 5)), draw.choice((2, 3))
         group = {} if loop in SOURCES else {"group_size": rollouts}
-        _run(loop, path, size, num_steps=last, resume=stage > 0, **group)
+        _run(loop, path, size, num_steps=last, resume=stage > 0, **group, **changes)
         kept = last - draw.choice((0, 1)) if stage < 2 else last
         for step in range(kept + 1, last + 1):  # as a fork at an earlier step, or after a crash
             shutil.rmtree(path / "checkpoints" / f"step-{step:05d}")
