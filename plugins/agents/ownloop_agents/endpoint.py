@@ -35,7 +35,7 @@ from ownloop_agents.open_session import OpenSession, SessionEndedError, SessionL
 from ownloop_agents.records import RECORD, SERVING, CallRecord, SessionRequest
 from ownloop_agents.sessions import ModelCall
 from ownloop_agents.splicing import whole_tokens
-from ownloop_server.web import Server, first_or_gone, listen
+from ownloop_server.web import MAX_JSON_VALUES, Server, first_or_gone, has_too_many_values, listen
 from rl.lora import Policy
 from rl.protocols import Generator
 from rl.rollouts.episodes import check_sampled_distribution
@@ -82,7 +82,7 @@ class AgentEndpoint:
 
     async def handle(self, request: Request) -> Response:
         """Answers one HTTP request."""
-        path = request.url.path.strip("/")
+        path = str(request.scope["path"]).strip("/")  # `request.url` is made of the Host header, too
         keys = _keys(request)
         if path.startswith("s/"):
             _, key, path = (*path.split("/", 2), "")[:3]  # for programs that set no header
@@ -94,7 +94,7 @@ class AgentEndpoint:
         if request.method in ("GET", "HEAD"):
             return _listing(dialect)
         if dialect not in DIALECTS:
-            return failure(dialect, 404, f"{request.url.path} is not served; there are {', '.join(DIALECTS)}")
+            return failure(dialect, 404, f"{request.scope['path']} is not served; there are {', '.join(DIALECTS)}")
         session.last_request = time.monotonic()  # also a request that is refused counts as a sign of life
         try:
             # ends with the session, also while the client still sends
@@ -108,13 +108,13 @@ class AgentEndpoint:
             return failure(dialect, 503, str(error))
 
     async def _answer(self, session: OpenSession, dialect: str, body: bytes, request: Request) -> Response:
-        text = _without_ids(body)
+        text, name = _read(body)
         repeat = session.texts[text]  # a repeated text gets another seed
         session.texts[text] += 1
         await session.while_open(session.places.acquire())
         with contextlib.ExitStack() as place:
             place.callback(session.places.release)
-            call = self._call(session, dialect, body, repeat)
+            call = replace(self._call(session, dialect, body, repeat), model=name)
             answering = self._sample(session, call, text, _label(request))
             session.answering.add(answering)  # `end` closes it for a client that has stopped reading
             place.callback(session.answering.discard, answering)
@@ -145,7 +145,7 @@ class AgentEndpoint:
             kind=dialect,
             body=body,
             policy=self._policy,
-            model=_model_name(body),
+            model="policy",
             serving=SERVING,
             extra=SessionRequest(earlier=tuple(session.earlier), sampling=sampling, repeat=repeat),
             # so that the router sends it where these tokens are cached
@@ -308,42 +308,48 @@ def _in_dialect(dialect: str, reply: OpenAIReply) -> str:
 
 def _listing(path: str) -> Response:
     """What programs look at before they ask: whether someone is there, and the names of models."""
+    card = {"id": "policy", "object": "model", "owned_by": "ownloop"}
     if path == "models":
-        return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "ownloop"}]})
+        return JSONResponse({"object": "list", "data": [card]})
+    if path.startswith("models/"):  # a program's name for the model is free
+        return JSONResponse({**card, "id": path.removeprefix("models/")})
     return Response(status_code=200 if path in ("", "v1") else 404)
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """The body. Raises ValueError if it has more bytes than `most`."""
+    """The body. Raises ValueError if it has more bytes than `most`, or too many values to be parsed soon."""
     parts, size = list[bytes](), 0
     async for part in request.stream():
         parts.append(part)
         size += len(part)
         if size > most:  # before more is read
             raise ValueError(f"the request has more than {most} bytes, which is max_body_bytes")
-    return b"".join(parts)
+    body = b"".join(parts)
+    if has_too_many_values(body):
+        raise ValueError(f"the request has more than {MAX_JSON_VALUES} values in its JSON")
+    return body
 
 
-def _without_ids(body: bytes) -> int:
-    """A hash of a request without its ids, which differ from run to run. Raises ValueError if it is not JSON."""
+def _read(body: bytes) -> tuple[int, str]:
+    """A hash of a request without its ids, which differ from run to run, and what it calls the model.
+
+    Raises ValueError if it is not JSON.
+    """
     try:
-        return hash(json.dumps(_plain(json.loads(body)), sort_keys=True))  # sorted: the order of fields does not matter
+        read = json.loads(body)
+        text = hash(json.dumps(_plain(read), sort_keys=True))  # sorted: the order of fields does not matter
     except RecursionError:
         raise ValueError("the body is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"the body is no JSON in UTF-8, uncompressed: {error}") from None
+    name = read.get("model") if isinstance(read, dict) else None
+    return text, name if isinstance(name, str) else "policy"
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items() if name not in _IDS}
     return [_plain(item) for item in value] if isinstance(value, list) else value
-
-
-def _model_name(body: bytes) -> str:
-    read = json.loads(body)
-    name = read.get("model") if isinstance(read, dict) else None
-    return name if isinstance(name, str) else "policy"
 
 
 def _keys(request: Request) -> list[str]:

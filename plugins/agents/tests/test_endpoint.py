@@ -75,6 +75,7 @@ def test_programs_find_what_they_look_for_first(chat_engine: GenerationEngine) -
             headers = {"x-api-key": endpoint.begin("a").key}
             assert (await http.get(endpoint.url, headers=headers)).status_code == 200
             assert [model.id async for model in client_of(endpoint, headers["x-api-key"]).models.list()] == ["policy"]
+            assert (await client_of(endpoint, headers["x-api-key"]).models.retrieve("org/gpt")).id == "org/gpt"
             missing = await http.post(f"{endpoint.url}/v1/embeddings", headers=headers, json={})
             assert (missing.status_code, "chat/completions" in missing.text) == (404, True)
 
@@ -105,7 +106,17 @@ def test_limits_answer_with_400_and_say_which(chat_engine: GenerationEngine) -> 
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"nonsense", b"[]", b"[" * 100_000, b'{"messages": 1e999}', b"\xff\xfe", b"null"]
+    "body",
+    [
+        b"",
+        b"nonsense",
+        b"[]",
+        b"[" * 100_000,
+        b'{"messages": 1e999}',
+        b"\xff\xfe",
+        b"null",
+        pytest.param(b"[" + b"0," * 2**20 + b"0]", marks=pytest.mark.stranger("2.A9")),
+    ],
 )
 def test_bodies_that_are_no_request_are_refused(chat_engine: GenerationEngine, body: bytes) -> None:
     async def main() -> None:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ownloop_server.config import Limits, is_this_host
 from ownloop_server.gateway import Gateway
 from ownloop_server.keys import EVERYONE, Keys, User
-from ownloop_server.web import PATIENCE_S, SLOWEST_BYTES_PER_S
+from ownloop_server.web import MAX_JSON_VALUES, PATIENCE_S, SLOWEST_BYTES_PER_S, has_too_many_values
 
 OPEN_PATHS = ("/api/v1/healthz",)  # what load balancers ask before they know any user
 """What needs no key."""
@@ -26,8 +26,6 @@ DOWNLOADS = "/api/v1/downloads/"
 """What begins so needs no key either: the address itself is signed."""
 TRAINING_PATH = "/api/v1/forward_backward"
 """Where a body is protobuf, and JSON everywhere else."""
-MAX_JSON_VALUES = 2**20
-"""Most commas and brackets in a body. To parse so many takes a tenth of a second, in which nothing else happens."""
 PAGE_PATHS = ("/", "/status.json", "/metrics")
 """What a browser may show. It sends the key as the password of HTTP's basic authentication."""
 _SILENCE_S = 0.5  # a client that sends slower than this has stopped
@@ -87,7 +85,7 @@ class Access:
             more = message["type"] == "http.request" and message.get("more_body", False)
             if len(body) > self._limits.body_bytes:  # a body that did not announce its length
                 raise self._too_large()
-        if path != TRAINING_PATH and sum(body.count(mark) for mark in b",[{") > MAX_JSON_VALUES:
+        if path != TRAINING_PATH and has_too_many_values(body):
             raise HTTPException(413, f"the body has more than {MAX_JSON_VALUES} values; send several requests")
         return bytes(body)
 

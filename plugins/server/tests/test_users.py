@@ -266,6 +266,14 @@ def test_the_host_header_opens_no_path(server: RunningServer, monkeypatch: pytes
     assert ask(server, "/api/v1/healthz", None, Host=host)[0] == 200
 
 
+@pytest.mark.stranger("2.E5")
+def test_a_model_may_be_asked_for_by_its_name(server: RunningServer, ann: str, bob: str) -> None:
+    run = server.client(ann).create_lora_training_client("toy", rank=4).result().model_id
+    for name, key, found in (("toy", ann, 200), (run, ann, 200), (run, bob, 404), ("none", ann, 404)):
+        status, answer = ask(server, f"/oai/api/v1/models/{name}", key)
+        assert (status, answer.get("id")) == (found, name if found == 200 else None)
+
+
 @pytest.mark.stranger("2.A9")
 def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch: Any) -> None:
     parsed: list[int] = []
