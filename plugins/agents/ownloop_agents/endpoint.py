@@ -164,7 +164,8 @@ class AgentEndpoint:
                 record, _, body = reply.body.partition("\n")
                 if record:
                     _keep(session, call, record, label, started)
-                session.answered(text, "" if reply.status < 500 else body)
+                given_up = reply.status == 200 and not record and call.kind != "messages/count_tokens"
+                session.answered(text, body if reply.status >= 500 else "vLLM gave it up" if given_up else "")
                 yield replace(reply, body=body)
                 return
             yield reply

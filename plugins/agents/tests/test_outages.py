@@ -45,6 +45,8 @@ class FailingGenerator:
             raise RuntimeError("no memory")
         if fails and self._how == "500":
             return OpenAIReply(status=500, body='\n{"error": {"message": "no memory"}}')
+        if fails and self._how == "given up":
+            return OpenAIReply(status=200, body="\n{}")
         digest = str(len(self.repeats))
         told: Any = {"parent": None, "how": "root", "prompt": "", "text": "w", "finish_reason": "stop", "kept": None}
         record = CallRecord(**NUMBERS, **told, digest=digest, constrained=False).as_json()
@@ -60,7 +62,7 @@ class FailingGenerator:
 
 
 @pytest.mark.stranger("2.B1")
-@pytest.mark.parametrize("how", ["died", "raised", "500", "stream"])
+@pytest.mark.parametrize("how", ["died", "raised", "500", "given up", "stream"])
 @pytest.mark.parametrize(("failing", "num_calls"), [((4,), 0), ((2, 3), 0), ((2,), 3)], ids=["last", "both", "one"])
 def test_an_outage_fails_the_attempt_unless_the_request_was_answered_later(
     how: str, failing: tuple[int, ...], num_calls: int
