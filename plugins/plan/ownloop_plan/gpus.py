@@ -69,6 +69,8 @@ class Efficiency:
     """Of the memory's rate, while tokens are sampled."""
     decode_overhead_s: float = 0.003
     """What a sampled token takes beside reading memory."""
+    sum_overhead_s: float = 10e-6
+    """What tensor-parallel ranks take to begin a sum over a fast link."""
     copies: float = 0.60
     """Of links, for weights on their way."""
     completion_overhead_s: float = 0.0011

@@ -78,9 +78,10 @@ def planned(options: Plan, config: Any) -> tuple[list[str], bool]:
     gpu, efficiency, per_host = GPUS[options.gpu], _efficiency(options.metrics, trainer), options.gpus_per_host
     overlaps = hasattr(config, "max_staleness")
     if options.search is not None:
+        shares = getattr(config, "evaluation", "between") == "between"
         found = find_layouts(
             model, trainer, generator, work, gpu, efficiency, most_gpus=options.search, gpus_per_host=per_host,
-            overlaps=overlaps,
+            overlaps=overlaps, placements=("split", "colocated") if shares else ("split",),
         )  # fmt: skip
         return [*_ranked(found, options), *_not_counted(config)], bool(found)
     count, accumulates = num_gpus(trainer, generator), work.num_rows(trainer) > 1
@@ -254,8 +255,10 @@ def _ranked(layouts: list[Layout], options: Plan) -> Iterator[str]:
         yield f"no layout fits {options.search} x {options.gpu}; try more GPUs, or --trainer.moments-dtype bfloat16"
         return
     yield f"layouts on at most {options.search} x {options.gpu}, fastest first; every figure is computed:"
-    yield "| GPUs | trainer | generator | seconds a step |" + (" cost |" if options.price is not None else "")
-    yield "|---|---|---|---|" + ("---|" if options.price is not None else "")
+    yield "| GPUs | placement | trainer | generator | seconds a step |" + (
+        " cost |" if options.price is not None else ""
+    )
+    yield "|---|---|---|---|---|" + ("---|" if options.price is not None else "")
     for layout in layouts:
         degrees = {
             **_degrees(layout.trainer),
@@ -263,7 +266,7 @@ def _ranked(layouts: list[Layout], options: Plan) -> Iterator[str]:
         }
         trainer = ", ".join(f"{name}={value}" for name, value in degrees.items())
         sampler = f"{layout.generator.num_replicas} x tensor_parallel={layout.generator.tensor_parallel}"
-        row = f"| {layout.num_gpus} | {trainer} | {sampler} | {layout.time.step:.2f} |"
+        row = f"| {layout.num_gpus} | {layout.trainer.placement} | {trainer} | {sampler} | {layout.time.step:.2f} |"
         if options.price is not None:
             row += f" {layout.time.step / 3600 * options.price * layout.num_gpus:.4f} |"
         yield row

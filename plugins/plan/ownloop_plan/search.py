@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 
@@ -12,6 +12,7 @@ from ownloop_plan.memory import fits_sequences, generator_memory, trainer_memory
 from ownloop_plan.sizes import ModelSize
 from ownloop_plan.times import StepTime, Work, num_gpus, step_time, train_seconds
 from rl.system.hf_config import read_config
+from rl.types import Placement
 from trainer.config import TrainerConfig
 from trainer.engine_table import find_engine
 from trainer.engines.model_check import LayoutCheck
@@ -36,11 +37,31 @@ class Layout:
 def find_layouts(
     model: ModelSize, trainer: TrainerConfig, generator: GeneratorConfig, work: Work, gpu: GPU, efficiency: Efficiency,
     *, most_gpus: int, gpus_per_host: int, overlaps: bool, most: int = 10,
+    placements: Sequence[Placement] = ("split", "colocated"),
 ) -> list[Layout]:  # fmt: skip
     """The fastest layouts on at most `most_gpus` GPUs. Tensor parallelism stays within a host.
 
     Raises ValueError if no replica of the generator fits a host, or is accepted.
     """
+    found, refused = list[Layout](), list[ValueError]()
+    for placement in placements:
+        try:
+            found += _placed_layouts(
+                model, replace(trainer, placement=placement), replace(generator, placement=placement), work, gpu,
+                efficiency, most_gpus, gpus_per_host, overlaps=overlaps,
+            )  # fmt: skip
+        except ValueError as error:
+            refused.append(error)
+    if len(refused) == len(placements):
+        raise refused[0]
+    return sorted(found, key=lambda layout: (layout.time.step, layout.num_gpus))[:most]
+
+
+def _placed_layouts(
+    model: ModelSize, trainer: TrainerConfig, generator: GeneratorConfig, work: Work, gpu: GPU, efficiency: Efficiency,
+    most_gpus: int, gpus_per_host: int, *, overlaps: bool,
+) -> list[Layout]:  # fmt: skip
+    """Every layout that fits where both have GPUs of their own, or where they share them."""
     samplers = list(_samplers(model, generator, gpu, most_gpus, gpus_per_host))
     if not samplers:
         ranks = max(each.tensor_parallel for each in _accepted_samplers(generator, gpus_per_host))
@@ -64,7 +85,7 @@ def find_layouts(
                 model, candidate, sampler, work, gpu, efficiency, overlaps=overlaps, gpus_per_host=gpus_per_host
             )
             found.append(Layout(candidate, sampler, time))
-    return sorted(found, key=lambda layout: (layout.time.step, layout.num_gpus))[:most]
+    return found
 
 
 def _best_trainers(

@@ -142,11 +142,21 @@ def generate_seconds(
     context = work.prompt_tokens + work.completion_tokens / 2
     cache = batch * (context * cache_bytes_per_token(model, generator) + 2 * state_bytes(model, generator))
     token = (weights + cache) / (gpu.memory_rate * efficiency.decode) + efficiency.decode_overhead_s
+    token += _sum_seconds(model, generator, batch, gpu, efficiency)
     prompts = (
         work.num_prompts * work.prompt_tokens * 2.0 * model.active / generator.num_replicas / generator.tensor_parallel
     )
     seconds = num_waves * work.completion_tokens * token + prompts / (gpu.operations * efficiency.prefill)
     return seconds + per_replica * efficiency.completion_overhead_s
+
+
+def _sum_seconds(model: ModelSize, generator: GeneratorConfig, tokens: int, gpu: GPU, efficiency: Efficiency) -> float:
+    """What tensor-parallel ranks take to add the outputs of attention and of the feed-forward part of every layer."""
+    ranks = generator.tensor_parallel
+    if ranks == 1:
+        return 0.0
+    sent = 2 * (ranks - 1) / ranks * tokens * model.decoder.dim * _BF16 / (gpu.nvlink_rate * efficiency.copies)
+    return 2 * model.decoder.num_layers * (efficiency.sum_overhead_s + sent)
 
 
 def _sync_seconds(

@@ -18,7 +18,7 @@ from ownloop_plan.gpus import GIB, GPUS, Efficiency
 from ownloop_plan.memory import fits_sequences, generator_memory, trainer_memory
 from ownloop_plan.plan_command import Plan, planned
 from ownloop_plan.search import find_layouts
-from ownloop_plan.times import Work, step_time
+from ownloop_plan.times import Work, generate_seconds, step_time
 from plugins.plan.tests.planned_models import size_of, write_qwen3
 from rl.lora import LoRAConfig
 from rl.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
@@ -270,6 +270,34 @@ def test_found_layouts_fit_when_planned(tmp_path: Path, most_gpus: int, placemen
     assert found
     for layout in found:
         assert layout.num_gpus <= most_gpus
-        one = replace(config, trainer=layout.trainer, generator=layout.generator)
+        placed = layout.trainer.placement
+        one = replace(config, trainer=layout.trainer, generator=layout.generator, placement=placed)
         lines, fits = planned(Plan(recipe=RECIPE, model_directory=folder), one)
         assert fits, "\n".join(lines)
+
+
+@pytest.mark.stranger("2.F4")
+def test_a_search_compares_placements(tmp_path: Path) -> None:
+    folder = write_qwen3(tmp_path / "model", "4B")
+    trainer, generator = TrainerConfig(model=folder), GeneratorConfig(model=folder, max_model_len=4096)
+    work = Work(num_prompts=32, group_size=8, prompt_tokens=256, completion_tokens=1024)
+    options: dict[str, Any] = {"gpus_per_host": 8, "overlaps": False}
+    given = size_of(folder), trainer, generator, work, H100, Efficiency()
+    one = find_layouts(*given, most_gpus=1, **options)
+    assert {layout.trainer.placement for layout in one} == {"colocated"}
+    assert find_layouts(*given, most_gpus=1, placements=("split",), **options) == []
+    best = find_layouts(*given, most_gpus=8, **options)[0].time.step
+    each = [
+        find_layouts(*given, most_gpus=8, placements=(name,), **options)[0].time.step for name in ("split", "colocated")
+    ]
+    assert best == min(each)
+
+
+@pytest.mark.stranger("2.F4")
+def test_a_small_model_gains_nothing_from_more_tensor_parallelism(smollm2: Path) -> None:
+    work = Work(num_prompts=8, group_size=8, prompt_tokens=64, completion_tokens=64)
+    took = [
+        generate_seconds(size_of(smollm2), GeneratorConfig(tensor_parallel=ranks), work, H100, Efficiency())
+        for ranks in (1, 2, 4, 8)
+    ]
+    assert min(took) == took[0]
