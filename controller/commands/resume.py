@@ -85,7 +85,8 @@ def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
         for field, (before, after) in differences(recorded, as_begun).items()
         if not _may_change(field) and before is not ABSENT  # newer fields have their defaults
     }
-    if "loss" in recorded and "normaliser" not in recorded and get_loss(config.loss).normaliser != "tokens":
+    is_older = hasattr(config, "normaliser") and "normaliser" not in recorded
+    if is_older and get_loss(config.loss).normaliser != "tokens":
         raise ValueError(
             f"loss {config.loss!r} of {folder} was a mean over tokens, as all losses then, and is none now; "
             f"begin a new run: ownloop run --fork {folder} --normaliser tokens"

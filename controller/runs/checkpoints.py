@@ -103,7 +103,8 @@ def _position_of(loop: Mapping[str, Any], config: object) -> int:
 
 def check_position(loop: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """Raises ValueError if a fork with the configuration `after` of a run with `before` would lose its place."""
-    changed = [name for name in (*_SIZES, "group_size") if before.get(name) != after.get(name)]
+    sizes = (*_SIZES, "group_size") if "unfinished" in loop["values"] else _SIZES  # groups wait in `grpo_async`
+    changed = [name for name in sizes if before.get(name) != after.get(name)]
     if "position" not in loop and changed:
         raise ValueError(
             f"{changed[0]} is {after.get(changed[0])} and was {before.get(changed[0])}; an earlier version wrote the "

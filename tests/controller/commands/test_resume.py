@@ -10,7 +10,8 @@ from controller.commands.command_line import CommandEndedError
 from controller.commands.recipes import find_recipe, load_recipe, override
 from controller.commands.resume import check_inputs, inputs_of, resumed_configuration
 from controller.commands.saved_recipe import add_options, find_run, how_to_go_on, save_recipe
-from controller.runs.folder import RunFolder, write_json
+from controller.runs.checkpoints import check_position
+from controller.runs.folder import CONFIG_FILE, RunFolder, read_json, write_json
 from rl.types import PathOrName
 from tests.controller.commands.sown_secrets import run_with_secrets
 from tests.controller.commands.test_cli import ownloop
@@ -229,3 +230,36 @@ def test_a_run_of_another_schema_is_refused_in_one_sentence(tmp_path: Path) -> N
         "began it, or start a new run\n"
     )
     assert {file: file.read_bytes() for file in tmp_path.rglob("*.json*")} == before
+
+
+@pytest.mark.stranger("2.C2")
+@pytest.mark.parametrize("loop", ["grpo", "grpo_async", "dapo", "accumulate", "ppo", "sft", "dpo"])
+def test_a_run_of_a_version_without_normalisers_goes_on_or_is_refused(loop: str, tmp_path: Path) -> None:
+    recipe = find_recipe(f"{loop}_smollm2_cpu")
+    has_normaliser = hasattr(load_recipe(recipe), "normaliser")
+    for options, refused in (((), False), (("--loss", "gspo", "--loss-config", "importance_cap", "0"), has_normaliser)):
+        if options and not has_normaliser:
+            continue
+        config = override(load_recipe(recipe), options, "test")
+        folder = RunFolder(tmp_path / "-".join(("run", *options)), config)
+        folder.close()
+        save_recipe(folder.path, recipe, options)
+        assert resumed_configuration(folder.path, []) == config
+        recorded = read_json(folder.path / CONFIG_FILE)
+        recorded.pop("normaliser", None)
+        write_json(folder.path / CONFIG_FILE, recorded)
+        if refused:
+            with pytest.raises(ValueError, match=r"loss 'gspo' of .* was a mean over tokens, .* --normaliser tokens"):
+                resumed_configuration(folder.path, [])
+        else:
+            assert resumed_configuration(folder.path, []) == config
+
+
+@pytest.mark.stranger("2.C3")
+def test_a_fork_of_a_checkpoint_without_a_place_keeps_its_sizes() -> None:
+    before, older = {"prompts_per_step": 4, "group_size": 4}, {"step": 3, "values": {}}
+    check_position(older, before, {**before, "group_size": 8})
+    check_position({**older, "position": 12}, before, {**before, "prompts_per_step": 2})
+    for loop, changed in ((older, "prompts_per_step"), ({**older, "values": {"unfinished": []}}, "group_size")):
+        with pytest.raises(ValueError, match=f"{changed} is 8 and was 4; an earlier version wrote the checkpoint"):
+            check_position(loop, before, {**before, changed: 8})
