@@ -102,11 +102,12 @@ class Proof:
             sys.argv, folder = words, os.path.dirname(os.path.abspath(how))
         else:
             sys.argv, folder = [how, *rest[1:]], os.getcwd()
+        pytest = __import__("pytest") if words[:2] == ["-m", "pytest"] else None
         if not getattr(sys.flags, "safe_path", False) and not sys.flags.isolated:
             sys.path.insert(0, folder)
         try:
-            if how == "-m" and rest[0] == "pytest":
-                return self.run_pytest(__import__("pytest"), rest[1:])
+            if pytest is not None:
+                return self.run_pytest(pytest, rest[1:])
             self.watch_unittest()
             if how == "-m":
                 runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

@@ -35,7 +35,8 @@ from rl.rollouts.episodes import checked_reward
 _LOOK_S = 0.2
 _ARGUMENT_BYTES = (128 << 10) - 1  # MAX_ARG_STRLEN of man 2 execve, with its last 0
 _PYTHON = re.compile(r"python[0-9.]*$")
-_STEERING = ("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py")
+_STEERING = ("conftest.py", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py", "usercustomize.py")
+_STEERS_PYTEST = re.compile(r"\.?pytest\.(ini|toml)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,12 +386,10 @@ async def _in_a_fresh_sandbox(
     try:
         await sandbox.create()
         for name in work.names:
-            is_named = name in task.files or any(part == "./" or name.startswith(part) for part in _folders(task.kept))
-            steers = PurePosixPath(name).name in _STEERING or name.endswith(".pth")
-            if (is_named or name in task.kept) and not steers:
+            if _is_copied(task, name):
                 with contextlib.suppress(ValueError):  # too big to be read, as the program left it
                     await sandbox.put(name, work.read(name), mode=work.mode(name) | 0o400)
-        given = {name: content for name, content in task.files.items() if PurePosixPath(name).name in _STEERING}
+        given = {name: content for name, content in task.files.items() if _steers(name)}
         for name, content in {**given, **task.hidden}.items():
             await sandbox.put(name, content)
         return await sandbox.run(argv, {"HOME": sandbox.home, **program.env}, time_limit_s, said=said)
@@ -398,8 +397,22 @@ async def _in_a_fresh_sandbox(
         await sandbox.destroy()
 
 
-def _folders(kept: Sequence[str]) -> list[str]:
-    return [name for name in kept if name.endswith("/")]
+def _is_copied(task: AgentTask, name: str) -> bool:
+    """Whether commands of a reward find a file as the program left it."""
+    folders = [each for each in task.kept if each.endswith("/")]
+    named = {*task.files, *task.kept}
+    if name not in named and "./" not in folders and not name.startswith(tuple(folders)):
+        return False
+    # a package or an extension module of a test's name would be imported in its place
+    stems = [each.removesuffix(".py") for each in task.hidden]
+    return not _steers(name) and not name.startswith(tuple(f"{stem}{end}" for stem in stems for end in "/."))
+
+
+def _steers(name: str) -> bool:
+    """Whether pytest or Python would do as the file says without having been asked."""
+    path = PurePosixPath(name)
+    steers = path.name in _STEERING or _STEERS_PYTEST.fullmatch(path.name) is not None
+    return steers or path.suffix in (".pth", ".pyc") or "__pycache__" in path.parts
 
 
 @cache

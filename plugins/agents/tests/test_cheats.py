@@ -5,6 +5,7 @@ What cannot be told apart is tested too, and on docs/safety.md by name.
 
 import asyncio
 import sys
+from ast import literal_eval
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
@@ -171,13 +172,32 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("kept", [(), ("./",)])
-@pytest.mark.parametrize("command", ["script", "pytest"])
+@pytest.mark.parametrize("command", ["script", "pytest", "unittest"])
 def test_planted_files_are_not_paid(command: str, kept: tuple[str, ...]) -> None:
     task = AgentTask(id="t", files=TASK.files, hidden=HIDDEN, kept=kept)
     work = left({**PLANTED, "sums.py": "def add(a, b): return 0"})
     assert earned(COMMANDS[command], task, work) == 0
     if not kept:
         assert earned(COMMANDS[command], task, left({**PLANTED, "sums.py": RIGHT})) == 1
+
+
+def test_what_takes_a_tests_place_is_not_copied() -> None:
+    planted = (
+        "test_cases/__init__.py",
+        "test_cases.so",
+        "a/__pycache__/x.pyc",
+        "x.pyc",
+        ".pytest.toml",
+        "b/conftest.py",
+    )
+    names = ("sums.py", "new/x.py", "test_cases_of_mine.py")
+    hidden = {**HIDDEN, "test_helper.py": ""}
+    work = left(dict.fromkeys((*planted, *names), ""))
+    for kept, seen in (("./",), names), (("new/", "x.pyc"), names[:2]), ((), names[:1]):
+        task = AgentTask(id="t", files=TASK.files, hidden=hidden, kept=kept)
+        code = "import os; print(sorted(f'{d}/{n}'[2:] for d, _, f in os.walk('.') for n in f))"
+        run = vars(programs)["_in_a_fresh_sandbox"](PROGRAM, task, work, ["python3", "-c", code], 60.0)
+        assert literal_eval(asyncio.run(run).output) == sorted({*seen, *hidden})
 
 
 PROGRAMS = {
