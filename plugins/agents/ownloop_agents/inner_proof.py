@@ -4,7 +4,8 @@
 
 Standard input has the mark and the names of the files that are not the work's, as JSON. Standard output ends with the
 mark if the program ended with status 0, by itself, and no test was skipped, expected to fail or left out by the work. A
-pytest passes at least one test. What cannot be started ends the output with the mark and a "?".
+pytest passes at least one test. What cannot be started, and a pytest that finds its arguments wrong, end the output with
+the mark and a "?".
 """
 
 import sys
@@ -20,6 +21,7 @@ from types import ModuleType, TracebackType  # noqa: E402
 from typing import Any  # noqa: E402
 
 _COMMAND = "<command>"
+_USAGE = 4  # of pytest: it was asked for what is not there
 
 
 class Proof:
@@ -139,11 +141,10 @@ def main() -> None:
     given = json.loads(sys.stdin.read())
     out, write, leave = os.dup(1), os.write, os._exit
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    if not can_start(sys.argv[1:]):
-        write(out, f"\n{given['mark']}?".encode())
-        leave(1)
     proof = Proof(given["trusted"])
-    status = proof.run(sys.argv[1:])
+    status = proof.run(sys.argv[1:]) if can_start(sys.argv[1:]) else _USAGE
+    if status == _USAGE:
+        write(out, f"\n{given['mark']}?".encode())
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if status == 0 and not proof.doubted:

@@ -119,6 +119,8 @@ WORKS = {
     "end at once": "import sys; sys.exit(0)",
     "end without a word": "import os; os._exit(0)",
     "end in the function": "import os\ndef add(a, b): os._exit(0)",
+    "claim that it cannot run": "import os\ndef add(a, b): os._exit(127)",
+    "claim to be asked wrongly": "import os\ndef add(a, b): os._exit(4)",
     "raise SystemExit": "def add(a, b): raise SystemExit(0)",
     "print and end": "import os\ndef add(a, b):\n    os.write(1, b'2 passed in 0.01s\\nOK\\n'); os._exit(0)",
     "another program": "import os; os.execv('/bin/true', ['true'])",
@@ -234,7 +236,7 @@ def test_what_cannot_be_told_apart_is_known() -> None:
     "argv",
     [
         *(["nosuchinterpreter", "x"], ["python3", "absent.py"], ["python3", "-m", "absent"], ["python9", "check.py"]),
-        *(["sh", "-c", "nosuchinterpreter x"], ["sh", "-c", "./sums.py"], ["python3", "-m", "pytest", "absent.py"]),
+        *(["sh", "-c", "nosuchinterpreter x"], ["sh", "-c", "./sums.py"], [PYTHON, "-m", "pytest", "absent.py"]),
     ],
 )
 def test_a_command_that_cannot_be_started_is_no_reward(argv: list[str]) -> None:

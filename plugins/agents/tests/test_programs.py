@@ -145,6 +145,9 @@ def test_an_attempt_that_fails_costs_itself_alone(chat_engine: GenerationEngine)
     assert "made no finished call (status 0): no question" in silent.failures[0]
     (missing,) = run(chat_engine, Program(argv=["no-such-program"], sandbox="local"), tasks(), exit_code)
     assert "no-such-program" in missing.failures[0]
+    for prompt in ("y" * 200_000, "é" * 70_000):
+        (long,) = run(chat_engine, program(CHAT, "{prompt}"), [AgentTask(id="0", prompt=prompt)], exit_code)
+        assert f"an argument of the program has {len(prompt.encode())} bytes" in long.failures[0]
 
 
 SLEEP = f"time.sleep({1000 + os.getpid()})"  # of no other test's process
