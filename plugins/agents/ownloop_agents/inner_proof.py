@@ -3,9 +3,9 @@
     python OPTIONS -c "$(cat inner_proof.py)" (SCRIPT | -m MODULE | -c CODE) ARGUMENTS...
 
 Standard input has the mark and the names of the files that are not the work's, as JSON. Standard output ends with the
-mark if the program ended with status 0, by itself, and no test was skipped, expected to fail or left out by the work. A
-pytest passes at least one test. What cannot be started, and a pytest that finds its arguments wrong, end the output with
-the mark and a "?".
+mark if the program ended with status 0, by itself, and no test was skipped, expected to fail or left out by the work.
+pytest must pass at least one test. What cannot be started, and a pytest that finds its arguments wrong, end the output
+with the mark and a "?".
 """
 
 import sys
