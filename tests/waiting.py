@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import psutil
@@ -45,15 +46,28 @@ def join(*workers: threading.Thread | BaseProcess) -> None:
 def wait_for_end(process: subprocess.Popen[Any], what: str, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
     """The status, the output and the errors of a process once it has ended.
 
-    A process that does not end is killed, and the failure has what it printed.
+    A process that does not end is killed, and the failure has what it printed and where its threads wait.
     """
     try:
         output, errors = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
+        threads = [
+            [_read(task / name) for name in ("comm", "wchan")] for task in Path(f"/proc/{process.pid}/task").glob("*")
+        ]
         process.kill()
         printed = process.communicate(timeout=LIMIT_S)
-        raise AssertionError(f"waited {limit_s:g} s in vain for the end of {what}; it printed {printed}") from None
+        said = (
+            f"waited {limit_s:g} s in vain for the end of {what}; its threads wait in {threads}; it printed {printed}"
+        )
+        raise AssertionError(said) from None
     return process.returncode, _text(output), _text(errors)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:  # the thread has ended
+        return ""
 
 
 def has_ended(process: psutil.Process | int) -> bool:
