@@ -42,7 +42,9 @@ class Export(OfCheckpoint, TakesFields):
     name: Annotated[str, Positional, arg(metavar="RUN")]
     """A run's folder, or its name within --runs."""
     to: Annotated[Path | None, arg(metavar="DIR")] = None
-    """A new folder, by default RUN/exports/step-N."""
+    """A new folder, by default RUN/exports/step-N; with --adapter, RUN/exports/step-N-adapter."""
+    adapter: bool = False
+    """Write the adapter alone, for peft and vLLM, in place of the model with the adapter merged into it."""
 
     def run(self) -> int:
         """Prints the directory on standard output."""
@@ -51,15 +53,18 @@ class Export(OfCheckpoint, TakesFields):
 
         run = find_run(self.name, self.runs)
         checkpoint = checkpoint_of(run, self.step)
-        directory = self.to or run / "exports" / checkpoint.name
+        directory = self.to or run / "exports" / (f"{checkpoint.name}-adapter" if self.adapter else checkpoint.name)
         with CapturedOutput() as output, tempfile.TemporaryDirectory(prefix="ownloop-export-") as scratch:
             config = resumed_configuration(run, self.fields)
+            if self.adapter and getattr(config, "lora", None) is None:
+                raise ValueError(f"--adapter is given, and {run} trained the model itself; leave it out")
             try:
                 logs = logs_of_export(run, output)
             except OSError:  # with --to, the run may be another user's, or on a disk that is read-only
                 logs = logs_of_export(Path(scratch), output)
-            finish(export_checkpoint(config, checkpoint, directory, logs, output.say), output)
-            add_model_card(run, name_of_data(config), directory, int(checkpoint.name.rpartition("-")[2]))
+            finish(export_checkpoint(config, checkpoint, directory, logs, output.say, alone=self.adapter), output)
+            if not self.adapter:
+                add_model_card(run, name_of_data(config), directory, int(checkpoint.name.rpartition("-")[2]))
             print(directory, file=output.terminal)
         return 0
 

@@ -366,11 +366,13 @@ def _step_of(checkpoint: Path) -> int:
     return read_json(checkpoint / LOOP_FILE)["step"]
 
 
-async def export_checkpoint(config: Any, checkpoint: Path, directory: Path, log_dir: Path, tell: Tell) -> None:
-    """Writes the policy of a checkpoint to `directory`. `config` is the configuration of its run.
+async def export_checkpoint(
+    config: Any, checkpoint: Path, directory: Path, log_dir: Path, tell: Tell, *, alone: bool = False
+) -> None:
+    """Writes the policy of a checkpoint to `directory`; of an adapter the merged model, or with `alone` that alone.
 
-    Starts the run's trainer, on its hosts if it has some, which loads the checkpoint. Raises ValueError if `directory`
-    holds something, and for a checkpoint without a policy.
+    `config` is the configuration of its run. Starts the run's trainer, on its hosts if it has some, which loads the
+    checkpoint. Raises ValueError if `directory` holds something, and for a checkpoint without a policy.
     """
     check_empty_folder(directory)
     if not (checkpoint / _POLICY).is_dir():
@@ -381,4 +383,4 @@ async def export_checkpoint(config: Any, checkpoint: Path, directory: Path, log_
         # With its generator's configuration the trainer exports in that dtype, as at the run's end.
         trainer = await launcher.trainer(model, config.trainer, generator=getattr(config, "generator", None))
         await trainer.load_checkpoint(checkpoint / _POLICY)
-        await trainer.export_hf(directory)
+        await (trainer.export_peft if alone else trainer.export_hf)(directory)

@@ -160,6 +160,11 @@ def test_a_run_of_an_adapter_is_used_as_a_whole_model(
     assert exported.keys() == weights(run / "model").keys() | {"lm_head.weight"}
     assert all(torch.equal(exported[name], trained[name]) for name in trained | exported)
     shutil.rmtree(newest)  # so that --step exports it again
+    (alone,) = ownloop(capfd, "export", "adapted", "--adapter")
+    adapter = load_file(Path(alone) / "adapter_model.safetensors")
+    assert json.loads((Path(alone) / "adapter_config.json").read_text())["r"] == 4
+    assert all(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
+    assert "runs/a trained the model itself" in refused(capfd, "export", "a", "--adapter")
     for arguments in (["adapted", "mine.py"], ["adapted", "mine.py", "--step", "2", "--lora.rank", "8"]):
         *_, line = ownloop(capfd, "eval", *arguments, "--num-eval", "4")
         assert line.split()[4] == f"{rows[2]:.3f}"
