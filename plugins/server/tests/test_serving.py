@@ -188,6 +188,22 @@ def test_the_sampled_log_probs_are_those_of_training(url: str) -> None:
     assert found.metrics["loss:sum"] == pytest.approx(-6, abs=1e-4)  # all ratios are 1
 
 
+@pytest.mark.stranger("2.E2")
+def test_greedy_log_probs_are_those_at_temperature_1(url: str) -> None:
+    sampling = (
+        tinker.ServiceClient(base_url=url, api_key="tml-local").create_sampling_client(base_model="tiny").result()
+    )
+    prompt = types.ModelInput.from_ints(TOKENS[:4])
+    params = types.SamplingParams(max_tokens=6, stop=[], temperature=0)
+    (greedy,) = sampling.sample(prompt, 1, params).result().sequences
+    scored = sampling.compute_logprobs(types.ModelInput.from_ints([*TOKENS[:4], *greedy.tokens])).result()
+    np.testing.assert_allclose(greedy.logprobs, scored[4:], atol=1e-5)
+    assert max(greedy.logprobs) < -0.01  # of the distribution that only holds these tokens they would be 0
+    for temperature in (0.009, 2.01, -1.0):
+        with pytest.raises(Exception, match=r"temperature is .*; it must be 0, or from 0\.01 to 2"):
+            sampling.sample(prompt, 1, types.SamplingParams(max_tokens=1, temperature=temperature)).result()
+
+
 def openai_client(url: str) -> Any:
     """The official client of OpenAI."""
     import openai

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rl.data.sources import JsonlExamples
 from rl.protocols import Done, Observation
 from rl.rollouts.chats import as_shown
 from rl.rollouts.episodes import rollout_group
@@ -129,6 +130,23 @@ def test_a_chat_has_the_tokens_of_vllms_endpoint(
     shown = renderer._render(chat, tools)  # pyright: ignore[reportPrivateUsage]
     encoded = renderer._encode(shown)  # pyright: ignore[reportPrivateUsage]
     assert encoded == tuple(tokenizer.encode(expected, add_special_tokens=False))
+
+
+@pytest.mark.stranger("2.D2")
+def test_a_data_file_may_hold_what_sdks_write(tmp_path: Path) -> None:
+    """Contents that are null beside calls, and lists of parts, as rows of JSONL."""
+    asked = {"role": "user", "content": [{"type": "text", "text": "6 * 7"}]}
+    called = {"role": "assistant", "content": None, "tool_calls": [_call(1, '{"a": 1}')]}
+    result = {"role": "tool", "tool_call_id": "abcdefgh1", "content": [{"type": "text", "text": "42"}]}
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps({"prompt": [asked, called, result], "completion": "It is 42."}))
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": "other", "completion": "more"}))
+    (example,) = JsonlExamples(path=file, eval_path=tmp_path / "eval.jsonl").train_examples(0, 0, 1)
+    template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.a + 1 }}"
+    model = chat_model(tmp_path / "m", template=template + "{% endfor %} {% endfor %}")
+    assert Renderer(model)._render(cast(Any, example.prompt)).text == "6 * 7 2 42 "  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(ValueError, match="function_call, which no chat template shows"):
+        Renderer(model).encode([asked, {"role": "assistant", "content": "", "function_call": {"name": "f"}}])
 
 
 @pytest.mark.stranger("2.D3")
