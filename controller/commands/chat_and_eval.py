@@ -23,6 +23,7 @@ from controller.runs.folder import CONFIG_FILE, began_at, complete_checkpoints
 from rl.types import SamplingParams
 
 if TYPE_CHECKING:
+    from controller.launching.launcher import Launcher
     from controller.runs.console import Console
     from generator.config import GeneratorConfig
     from rl.protocols import Generator
@@ -64,12 +65,14 @@ class Chat(OfCheckpoint, TakesFields):
         from controller.runs.models import resolve_model
         from rl.rollouts.rendering import Renderer
 
-        model = resolve_model(await model_of(self, self.model, scratch, output.say), output.say)
+        adapted = adapter_of(self, self.model)
+        name = adapted[0].model if adapted else await model_of(self, self.model, scratch, output.say)
+        model = resolve_model(name, output.say)
         config = override(_generator_config(model), self.fields, "ownloop chat")
         renderer = Renderer(model, config.max_model_len)
         output.say("starting the generator")
         async with Launcher(scratch / "logs") as launcher:
-            generator = await launcher.generator(model, config)
+            generator = await started(launcher, model, config, adapted)
             output.say("an empty line begins a new conversation, Ctrl-D ends")
             await converse(generator, renderer, self, output.say, output.terminal)
 
@@ -160,7 +163,7 @@ class Eval(OfCheckpoint, TakesFields):
         return 0
 
     async def _evaluation(self, config: Any, console: "Console", scratch: Path) -> "Evaluation":
-        """Starts the recipe's generator on the model, and no trainer unless a checkpoint has to be exported first."""
+        """Starts the recipe's generator on the model, and a trainer to export a checkpoint, or to push an adapter."""
         from controller.launching.hosts import kept
         from controller.launching.launcher import Launcher
         from controller.runs.rollout_source import RolloutSource
@@ -170,14 +173,16 @@ class Eval(OfCheckpoint, TakesFields):
         hosts = getattr(config, "hosts", None)
         async with kept(hosts, console.phase):
             # Hosts keep the copy that they get of a model, so they find it in its place the next time.
-            model = await model_of(self, self.model, scratch, console.phase, keep=hosts is not None)
+            adapted = adapter_of(self, self.model)
+            if adapted is not None:
+                model = adapted[0].model
+            else:
+                model = await model_of(self, self.model, scratch, console.phase, keep=hosts is not None)
             run = run_of(self.model, self.runs)
             source = RolloutSource(replace(config, model=model), console.phase, began_at(run) if run else None)
             console.phase("starting the generator")
             async with Launcher(scratch / "logs", hosts) as launcher:
-                # A model on disk is whole: an adapter has been merged into it.
-                generator = await launcher.generator(source.model, replace(config.generator, lora=None))
-                return await source.evaluate(generator)
+                return await source.evaluate(await started(launcher, source.model, config.generator, adapted))
 
 
 def _table(evaluation: "Evaluation") -> str:
@@ -198,6 +203,39 @@ def run_of(name: str, runs: Path) -> Path | None:
         if (path / CONFIG_FILE).is_file() and (path / "logs").is_dir():
             return path
     return None
+
+
+def adapter_of(options: OfCheckpoint, name: str) -> tuple[Any, Path] | None:
+    """Configuration and checkpoint of a run that trained an adapter; None for all else, and without a checkpoint."""
+    from controller.commands.resume import resumed_configuration
+    from controller.runs.checkpoints import checkpoint_of
+
+    run = run_of(name, options.runs)
+    if run is None or not complete_checkpoints(run / "checkpoints"):
+        return None
+    config = resumed_configuration(run, [])
+    return None if getattr(config, "lora", None) is None else (config, checkpoint_of(run, options.step))
+
+
+async def started(
+    launcher: "Launcher", model: Path, config: "GeneratorConfig", adapted: tuple[Any, Path] | None
+) -> "Generator":
+    """A generator of a model; for an adapter, of the base and the exact adapter: a merge in bfloat16 would round it."""
+    from controller.runs.checkpoints import POLICY
+    from generator.config import LoRALimits
+
+    if adapted is None:
+        return await launcher.generator(model, replace(config, lora=None))
+    run, checkpoint = adapted
+    vision = run.trainer.train_vision
+    config = replace(config, lora=LoRALimits(max_rank=run.lora.rank, max_adapters=1, vision=vision))
+    of_trainer = replace(run.trainer, placement=config.placement)
+    trainer, generator = await asyncio.gather(
+        launcher.trainer(model, of_trainer, generator=config), launcher.generator(model, config)
+    )
+    await trainer.load_checkpoint(checkpoint / POLICY)
+    await generator.pull_model_state_dict(await trainer.push_model_state_dict())
+    return generator
 
 
 async def model_of(

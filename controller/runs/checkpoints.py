@@ -347,7 +347,7 @@ def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-_POLICY = "policy"
+POLICY = "policy"
 
 
 def checkpoint_of(run: Path, step: int | None) -> Path:
@@ -375,12 +375,12 @@ async def export_checkpoint(
     checkpoint. Raises ValueError if `directory` holds something, and for a checkpoint without a policy.
     """
     check_empty_folder(directory)
-    if not (checkpoint / _POLICY).is_dir():
-        raise ValueError(f"{checkpoint} holds no {_POLICY!r}, the trainer whose model is exported")
+    if not (checkpoint / POLICY).is_dir():
+        raise ValueError(f"{checkpoint} holds no {POLICY!r}, the trainer whose model is exported")
     model = resolve_model(config.model, tell)
     hosts = getattr(config, "hosts", None)
     async with kept(hosts, tell), Launcher(log_dir, hosts) as launcher:
         # With its generator's configuration the trainer exports in that dtype, as at the run's end.
         trainer = await launcher.trainer(model, config.trainer, generator=getattr(config, "generator", None))
-        await trainer.load_checkpoint(checkpoint / _POLICY)
+        await trainer.load_checkpoint(checkpoint / POLICY)
         await (trainer.export_peft if alone else trainer.export_hf)(directory)
