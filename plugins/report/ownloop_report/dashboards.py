@@ -19,6 +19,18 @@ def sample_table(groups: Sequence[Group]) -> list[tuple[str, str, float]]:
     return [(prompt, rollout.text, float(rollout.reward)) for prompt, rollout in first]
 
 
+def grouped(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A row under names that dashboards show in groups: `train/`, `eval/` and `time/`; `step` stays as it is."""
+    return {_grouped(name): value for name, value in metrics.items()}
+
+
+def _grouped(name: str) -> str:
+    for start, group in (("eval_", "eval"), ("seconds_", "time")):
+        if name.startswith(start):
+            return f"{group}/{name.removeprefix(start)}"
+    return name if name == "step" else f"train/{name}"
+
+
 class SentAlready:
     """The steps and evaluations that a dashboard has from before a run was resumed, and that are done again.
 

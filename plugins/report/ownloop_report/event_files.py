@@ -8,12 +8,12 @@ from typing import Any
 from controller.runs.folder import RunFolder
 from controller.runs.metric_rows import metric_rows
 from controller.runs.observers import Observer
-from ownloop_report.dashboards import SAMPLE_COLUMNS, sample_table
+from ownloop_report.dashboards import SAMPLE_COLUMNS, grouped, sample_table
 from rl.types import Group
 
 
 class EventFiles(Observer):
-    """Writes scalars under their metrics' names, and samples as text.
+    """Writes scalars under the names of `grouped`, and samples as text.
 
     A resumed run adds a file, whose first event has TensorBoard drop what follows the checkpoint in older files.
     """
@@ -51,7 +51,7 @@ class EventFiles(Observer):
         """See `Observer`. TensorBoard draws a value that is not finite as a gap."""
         values = [
             self._summary.Value(tag=name, simple_value=value)
-            for name, value in metrics.items()
+            for name, value in grouped(metrics).items()
             if name != "step" and not math.isinf(value)
         ]
         self._write(int(metrics["step"]), self._summary(value=values))

@@ -7,7 +7,7 @@ from typing import Any
 
 from controller.runs.folder import RunFolder
 from controller.runs.observers import Observer
-from ownloop_report.dashboards import SAMPLE_COLUMNS, SentAlready, run_id, sample_table
+from ownloop_report.dashboards import SAMPLE_COLUMNS, SentAlready, grouped, run_id, sample_table
 from rl.types import Group
 
 
@@ -40,7 +40,7 @@ class TrackioRun(Observer):
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """See `Observer`. Its database holds finite values only."""
-        finite = {name: value for name, value in metrics.items() if name != "step" and math.isfinite(value)}
+        finite = {name: value for name, value in grouped(metrics).items() if name != "step" and math.isfinite(value)}
         if metrics not in self._sent:
             self._run.log(finite, step=int(metrics["step"]))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from controller.runs.folder import RunFolder
 from controller.runs.observers import Observer
-from ownloop_report.dashboards import SAMPLE_COLUMNS, SentAlready, run_id, sample_table
+from ownloop_report.dashboards import SAMPLE_COLUMNS, SentAlready, grouped, run_id, sample_table
 from rl.types import Group
 
 _OFFLINE = ("offline", "dryrun", "disabled")
@@ -59,7 +59,7 @@ class WandbRun(Observer):
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """See `Observer`."""
         if metrics not in self._sent:
-            self._run.log(dict(metrics))
+            self._run.log(grouped(metrics))
 
     def log_rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
         """See `Observer`. Keeps evaluations only: each table is a file, which is too much for every step."""

@@ -72,9 +72,9 @@ def test_tensorboard(tmp_path: Path) -> None:
     log("tensorboard", folder)
     read: Any = EventAccumulator(str(folder.path / "tensorboard"))
     read.Reload()
-    assert [(event.step, event.value) for event in read.Scalars("reward_mean")] == [(1, 0.5), (2, 0.75)]
-    assert [(event.step, event.value) for event in read.Scalars("eval_reward")] == [(0, 0.25)]
-    assert math.isnan(read.Scalars("loss")[0].value)
+    assert [(event.step, event.value) for event in read.Scalars("train/reward_mean")] == [(1, 0.5), (2, 0.75)]
+    assert [(event.step, event.value) for event in read.Scalars("eval/reward")] == [(0, 0.25)]
+    assert math.isnan(read.Scalars("train/loss")[0].value)
     assert set(read.Tags()["tensors"]) == {"config", "samples/eval", "samples/train"}
     (text,) = read.Tensors("samples/eval")
     assert "| what \\| is it | an answer | 0.5 |" in text.tensor_proto.string_val[0].decode()
@@ -114,8 +114,10 @@ def test_tensorboard_shows_every_step_of_a_resumed_run_once(tmp_path: Path) -> N
     folder = resumed(RunFolder(tmp_path / "a", Keyed()), "tensorboard")
     read: Any = EventAccumulator(str(folder.path / "tensorboard"))
     read.Reload()
-    assert [(event.step, event.value) for event in read.Scalars("reward_mean")] == [(s, s / 8) for s in range(1, 6)]
-    assert [(event.step, event.value) for event in read.Scalars("eval_reward")] == [(2, 0.25)]
+    assert [(event.step, event.value) for event in read.Scalars("train/reward_mean")] == [
+        (s, s / 8) for s in range(1, 6)
+    ]
+    assert [(event.step, event.value) for event in read.Scalars("eval/reward")] == [(2, 0.25)]
     assert len(read.Tensors("config")) == 1
 
 
@@ -184,11 +186,11 @@ def test_wandb_offline_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: py
     wait_until(lambda: time.time() > second + 1, "the next second, after which W&B names its folders")
     log("wandb", folder, [{"step": 3.0, "reward_mean": 1.0}])
     # On a busy host the service writes its last record after it has said that the run is finished.
-    wait_until(lambda: {"step": 3, "reward_mean": 1.0} in wandb_records(folder.path), "the last record")
+    wait_until(lambda: {"step": 3, "train/reward_mean": 1.0} in wandb_records(folder.path), "the last record")
     records = wandb_records(folder.path)
     runs = {(record["id"], record["name"]) for record in records if "id" in record}
     assert runs == {((folder.path / "dashboard_id").read_text(), "a")}
-    rewards = [(record["step"], record["reward_mean"]) for record in records if "reward_mean" in record]
+    rewards = [(record["step"], record["train/reward_mean"]) for record in records if "train/reward_mean" in record]
     assert rewards == [(1, 0.5), (2, 0.75), (3, 1.0)]
     (shown,) = [record for record in records if "samples/eval._type" in record]
     assert (shown["samples/eval._type"], shown["samples/eval.nrows"], shown["step"]) == ("table-file", 1, 0)
@@ -217,12 +219,12 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (name,) = database.get_runs("ownloop")
     assert name == f"a-{(folder.path / 'dashboard_id').read_text()}"
     rows: Any = database.get_logs("ownloop", name)
-    rewards = [(row["step"], row["reward_mean"]) for row in rows if "reward_mean" in row]
+    rewards = [(row["step"], row["train/reward_mean"]) for row in rows if "train/reward_mean" in row]
     assert rewards == [(1, 0.5), (2, 0.75)]
     again = resumed(RunFolder(tmp_path / "b", {}), "trackio")
     rows = database.get_logs("ownloop", f"b-{(again.path / 'dashboard_id').read_text()}")
-    assert [row["step"] for row in rows if "reward_mean" in row] == [1, 2, 3, 4, 5]
-    assert [row["step"] for row in rows if "eval_reward" in row] == [2]
+    assert [row["step"] for row in rows if "train/reward_mean" in row] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows if "eval/reward" in row] == [2]
 
 
 CRASHING = """
@@ -258,7 +260,7 @@ def test_a_run_that_crashes_has_logged_everything(tmp_path: Path, monkeypatch: p
     assert "RuntimeError" not in result.stderr.removeprefix("error: RuntimeError: boom")
     assert "/controller/runs/observers" not in result.stderr
     run = tmp_path / "runs" / "a"
-    assert [record["reward_mean"] for record in wandb_records(run) if "reward_mean" in record] == [0.5]
+    assert [record["train/reward_mean"] for record in wandb_records(run) if "train/reward_mean" in record] == [0.5]
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
