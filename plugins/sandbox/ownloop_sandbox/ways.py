@@ -49,7 +49,7 @@ class Limits:
     scratch_bytes: int
     """All that can be written, which is kept in memory. By `none`, of one file."""
     num_files: int = 4096
-    """Files and folders. `namespaces` and containers refuse more; bubblewrap kills what made more. Not by `none`."""
+    """Files and folders. `namespaces` refuses more, the other boxes kill what made more. Not limited by `none`."""
     cpu_seconds: int = -1
     """CPU time of one process."""
     num_open: int = 32
@@ -121,13 +121,13 @@ def none(limits: Limits, profile: Profile = CODE) -> list[str]:
 
 def container(tool: str, image: str, name: str, limits: Limits, profile: Profile) -> list[str]:
     """A container, by podman or docker, which runs the Python of its image."""
-    size = f"size={limits.scratch_bytes},nr_inodes={limits.num_files},mode=1777"
+    size = f"size={limits.scratch_bytes},mode=1777"  # podman takes no number of files
     return [
         *(tool, "run", "--rm", "--interactive", "--name", name, "--network=none", "--ipc=private"),
         *("--cap-drop=ALL", "--security-opt=no-new-privileges", f"--user={_NOBODY}:{_NOBODY}", "--read-only"),
         *(f"--pids-limit={limits.num_processes + 1}", f"--memory={limits.memory_bytes}"),
         *(f"--memory-swap={limits.memory_bytes}", f"--shm-size={min(limits.scratch_bytes, 64 << 20)}"),
-        *(f"--tmpfs=/work:rw,exec,nosuid,nodev,{size}", f"--tmpfs=/tmp:rw,exec,nosuid,nodev,{size}"),
+        *(f"--tmpfs={path}:rw,exec,nosuid,nodev,{size}" for path in ("/work", "/tmp", "/home")),
         *(word for path in profile.shows for word in ("--volume", f"{path}:{path}:ro")),
         *("--workdir=/work", "--entrypoint=python3", image, *_inner(limits, profile, in_container=True)),
     ]
@@ -147,7 +147,7 @@ def _inner(
 ) -> list[str]:
     """The arguments of a Python that runs `inner_run.py`, which says what they mean."""
     looks = boxed and not in_container
-    watched = limits.num_files if watches_files else 0
+    watched = limits.num_files if watches_files or in_container else 0
     settings = {
         "port": profile.port if boxed else 0,
         "memory_bytes": limits.memory_bytes if looks else 0,
