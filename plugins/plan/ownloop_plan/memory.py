@@ -107,6 +107,12 @@ def _state(model: ModelSize, config: TrainerConfig, stage: Stage) -> dict[str, i
     }
 
 
+def host_state(model: ModelSize, config: TrainerConfig, stage: Stage) -> dict[str, int]:
+    """Bytes that a rank of a stage keeps in its host's memory where it takes turns with a generator."""
+    state = _state(model, config, stage)
+    return {name: state[name] for name in ("parameters", "adapter", "moments") if name in state}
+
+
 def _width(config: TrainerConfig) -> int:
     """Bytes of a number of the compute dtype."""
     return _BF16 if config.compute_dtype == "bfloat16" else _FLOAT32

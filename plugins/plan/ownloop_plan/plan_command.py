@@ -17,6 +17,7 @@ from ownloop_plan.memory import (
     cache_bytes_per_token,
     fits_sequences,
     generator_memory,
+    host_state,
     longest_row,
     trainer_memory,
     versions_on_gpu,
@@ -25,6 +26,7 @@ from ownloop_plan.search import Layout, check_layout, find_layouts
 from ownloop_plan.sizes import ModelSize
 from ownloop_plan.times import StepTime, Work, num_gpus, step_time
 from rl.checks import MAX_FLOAT32, check_at_least, check_between, check_known
+from rl.system.disk import cache_directory, write_json
 from rl.system.hf_config import read_config
 from trainer.config import LayoutConfig, TrainerConfig
 from trainer.engines.titan.layout_check import parse_shape
@@ -97,6 +99,7 @@ def planned(options: Plan, config: Any) -> tuple[list[str], bool]:
         *_not_counted(config),
         "",
         *memory_lines(f"trainer, each of {trainer.num_ranks} ranks", of_trainer),
+        *_host_lines(model, trainer),
         *_row_lines(config.trainer, trainer),
         f"  longest row that fits: {longest} tokens (max_tokens_per_microbatch)",
         f"  weights on their way {way}",
@@ -141,8 +144,48 @@ def _directory(model: str) -> Path:
 
     if (directory := Path(model).expanduser()).is_dir():
         return directory
+    if (size := model.removeprefix("Qwen/").removeprefix("Qwen3-")) in _QWEN3:
+        return _written(size)
     on_hub = HubName.parse(model)
     return resolve_model(model) if on_hub is None else fetch(on_hub, weights=False)
+
+
+_QWEN3 = {
+    "0.6B": (1024, 3072, 28, 16),
+    "1.7B": (2048, 6144, 28, 16),
+    "4B": (2560, 9728, 36, 32),
+    "8B": (4096, 12288, 36, 32),
+    "14B": (5120, 17408, 40, 40),
+    "32B": (5120, 25600, 64, 64),
+}
+"""Width, width of the feed-forward part, layers and heads of attention of Qwen3's dense models, which recipes name:
+table 1 of https://arxiv.org/abs/2505.09388, and their config.json."""
+
+
+def _written(size: str) -> Path:
+    """A directory with the config.json of a model of Qwen3, which needs no network."""
+    width, inner, layers, heads = _QWEN3[size]
+    folder = cache_directory() / "shapes" / f"Qwen3-{size}"
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1_000_000,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": size in ("0.6B", "1.7B", "4B"),
+    }
+    write_json(folder / "config.json", settings)
+    return folder
 
 
 def _work(options: Plan, config: Any) -> Work:
@@ -228,6 +271,14 @@ def memory_lines(title: str, memory: Memory) -> Iterator[str]:
     total = (memory.allocated + memory.allowance) / GIB
     verdict = "fits" if memory.fits else "does not fit"
     yield f"  {'together':<16} {total:8.2f} GiB of {memory.gpu.memory_gib:.1f}: {verdict}"
+
+
+def _host_lines(model: ModelSize, trainer: TrainerConfig) -> Iterator[str]:
+    """What a trainer that takes turns keeps in the hosts' memory: all moments, and its parameters while it sleeps."""
+    if trainer.placement == "colocated":
+        kept = sum(sum(host_state(model, trainer, stage).values()) for stage in model.stages(trainer))
+        ranks = trainer.num_ranks // trainer.pipeline_parallel
+        yield f"  memory of the hosts, of all ranks: {kept * ranks / GIB:.2f} GiB for parameters and moments"
 
 
 def _time_lines(time: StepTime, work: Work, efficiency: Efficiency, price: float | None, count: int) -> Iterator[str]:

@@ -301,3 +301,21 @@ def test_a_small_model_gains_nothing_from_more_tensor_parallelism(smollm2: Path)
         for ranks in (1, 2, 4, 8)
     ]
     assert min(took) == took[0]
+
+
+@pytest.mark.stranger("2.F4")
+def test_a_published_shape_needs_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_qwen3(tmp_path / "model", "8B")
+    said: list[str] = []
+    for model in ("Qwen/Qwen3-8B", str(folder)):
+        run_command(["plan", RECIPE, "--model", model])
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert "8.19 billion parameters" in said[0]
+
+
+@pytest.mark.stranger("2.F4")
+def test_a_trainer_that_takes_turns_keeps_its_state_in_the_hosts_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    run_command(["plan", RECIPE, "--model", "Qwen/Qwen3-4B", "--placement", "colocated"])
+    (stated,) = re.findall(r"memory of the hosts, of all ranks: ([0-9.]+) GiB", capsys.readouterr().out)
+    assert float(stated) == pytest.approx(12 * 4.02e9 / 2**30, rel=0.01)  # parameters and two moments in float32
