@@ -178,12 +178,12 @@ def _by_our_rules(parser_class: Any) -> Any:
             return (None, model_output) if self.ended and is_all else (reasoning, content)
 
         def parse(self, model_output: str, *args: Any, **options: Any) -> Any:
-            thought = len(model_output) - len(Answer.read(model_output, opening=self.opening).content)
-            if thought == 0 or self.reasoning_parser is not None:
-                return super().parse(model_output, *args, **options)
             said = Answer.read(model_output, opening=self.opening).content
+            if said == model_output or self.reasoning_parser is not None:
+                return super().parse(model_output, *args, **options)
+            thought = model_output.removesuffix(said) if model_output.endswith(said) else ""
             reasoning, content, calls = super().parse(said, *args, **options)
-            return reasoning, model_output.removesuffix(said) + (content or "") if calls else model_output, calls
+            return reasoning, thought + (content or "") if calls else model_output, calls
 
         def parse_delta(
             self, delta_text: str, delta_token_ids: Any, request: Any, prompt_token_ids: Any = None, **options: Any
