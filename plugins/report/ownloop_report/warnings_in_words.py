@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pyarrow.parquet as pq
 
+from controller.runs.folder import CONFIG_FILE, read_json
 from controller.runs.recording import TRAINING, recorded_steps, recording_of
 from rl.algorithms.metrics import num_skipped
 
@@ -170,6 +171,23 @@ def _env_failures(rows: Rows, rollouts: Path) -> str | None:
     )
 
 
+def _unboxed(rows: Rows, rollouts: Path) -> str | None:
+    del rows
+    file = rollouts.with_name(CONFIG_FILE)
+    chosen = _sandboxes(read_json(file)) if file.is_file() else set[str]()
+    weak = sorted(chosen & {"none", "local"})
+    return f"sandbox {weak[0]!r}: what the model wrote could do all that this user may" if weak else None
+
+
+def _sandboxes(value: Any) -> set[str]:
+    """The values of all fields `sandbox` of a configuration in JSON types."""
+    if isinstance(value, Mapping):
+        fields = cast("Mapping[str, Any]", value)
+        own = {str(fields["sandbox"])} if "sandbox" in fields else set[str]()
+        return own.union(*map(_sandboxes, fields.values()))
+    return set[str]().union(*map(_sandboxes, cast("list[Any]", value))) if isinstance(value, list) else set()
+
+
 def _recent(rows: Rows, name: str) -> list[float]:
     return [row[name] for row in rows if math.isfinite(row.get(name, math.nan))][-_RECENT:]
 
@@ -200,5 +218,6 @@ RULES = (
         name="truncated", when="the mean of `truncated_fraction` over the last 10 steps is above 0.3", check=_truncated
     ),
     Rule(name="env-failures", when="`env_failures` is above 0 in a step", check=_env_failures),
+    Rule(name="unboxed", when='a `sandbox` of the configuration is "none" or "local"', check=_unboxed),
 )
 """The gravest first."""

@@ -78,7 +78,13 @@ def test_one_prompt_with_one_answer_is_no_collapse(tmp_path: Path) -> None:
     assert warnings_of([], folder.rollouts) == []
 
 
+@pytest.mark.parametrize(("sandbox", "weak"), [("none", True), ("local", True), ("auto", False), ("namespaces", False)])
+def test_a_run_without_a_box_says_so(sandbox: str, weak: bool, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a", {"env": {"tasks": [{"sandbox": sandbox}]}, "note": "none"})
+    assert [warned.rule for warned in warnings_of([], folder.rollouts)] == ["unboxed"] * weak
+
+
 def test_every_rule_is_tested_and_documented() -> None:
-    assert {rule.name for rule in RULES} == {*WARNED, "collapse"}
+    assert {rule.name for rule in RULES} == {*WARNED, "collapse", "unboxed"}
     page = (ROOT / "plugins" / "report" / "README.md").read_text().partition("## Warnings")[2].partition("\n## ")[0]
     assert dict(re.findall(r"^\| `([a-z-]+)` \| (.+) \|$", page, re.MULTILINE)) == {r.name: r.when for r in RULES}
