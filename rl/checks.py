@@ -237,6 +237,12 @@ def frames_below(error: BaseException, caller: str) -> str:
     return "".join(f"\n  {frame.filename}, line {frame.lineno}, in {frame.name}" for frame in frames[last + 1 :])
 
 
+def told(error: BaseException) -> str:
+    """The message of an error and, if a loss of the user's raised it, where, which `rl.losses.Loss` notes."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return "\n".join([str(error), *(note for note in notes if note.startswith("loss "))])
+
+
 def named_function(field: str, path: str) -> Callable[..., Any]:
     """The user's function that "module:function" names. Raises ValueError naming the field if it cannot be imported."""
     module, _, name = path.partition(":")

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from rl.checks import see_working_directory, unknown_name
+from rl.checks import see_working_directory, told, unknown_name
 from rl.system.hardware import describe_software
 from rl.system.plugins import find, named_by
 
@@ -76,7 +76,7 @@ def run_command(arguments: Sequence[str]) -> int:
             print(ended)
         return ended.status
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {told(error)}", file=sys.stderr)
         return USAGE
     except RuntimeError as error:
         from rl.system.disk import RecordingError  # loads NumPy

@@ -23,6 +23,7 @@ from weakref import ref
 
 from controller.commands.command_line import FAILED, CommandEndedError
 from controller.commands.output import CapturedOutput
+from rl.checks import told
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -216,7 +217,7 @@ def finish(work: Coroutine[Any, Any, T], output: CapturedOutput) -> T:
         except ValueError:
             raise
         except Exception as error:
-            print(f"error: {type(error).__name__}: {error}", file=output.errors)
+            print(f"error: {type(error).__name__}: {told(error)}", file=output.errors)
             raise CommandEndedError(FAILED) from error
         except BaseException as error:
             if stop.received is None:

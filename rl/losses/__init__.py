@@ -135,18 +135,20 @@ class Loss:
 
     @contextmanager
     def _naming_inputs(self, inputs: LossInputs) -> Generator[None]:
-        """Says where a function of the user's raised, and of an input that is missing which there are."""
+        """Notes where a function of the user's raised. Raises ValueError for an input that it asks for in vain."""
         try:
             yield
         except Exception as error:
-            import torch  # is loaded where a loss is computed
-
-            if self.checks_values or isinstance(error, torch.OutOfMemoryError):
+            if self.checks_values:
                 raise
-            is_input = isinstance(error, KeyError) and error.args and error.args[0] not in inputs.arrays
-            there_are = f"; there are the inputs {', '.join(sorted(inputs.arrays))}" if is_input else ""
             where = frames_below(error, __file__)
-            raise ValueError(f"loss {self.name!r} raised {type(error).__name__}: {error}{there_are}{where}") from error
+            if isinstance(error, KeyError) and error.args and error.args[0] not in inputs.arrays:
+                given = ", ".join(sorted(inputs.arrays))
+                raise ValueError(
+                    f"loss {self.name!r} raised KeyError: {error}; there are the inputs {given}{where}"
+                ) from error
+            error.add_note(f"loss {self.name!r} raised it in{where}")
+            raise
 
     def _checked(self, result: Any, scores: Tensor) -> tuple[Tensor, Metrics]:
         """What a function returned, numbers among its metrics as tensors. Raises ValueError if it is something else."""

@@ -80,7 +80,7 @@ def layout_script(build: Build, config: TrainerConfig, rank: int, directory: Pat
     results["gradients"] = whole(engine, gradients=True)
     try:
         engine.forward_backward(local_batch(batch), get_loss(fail_on_the_longest))
-    except (ValueError, RuntimeError) as error:
+    except (ArithmeticError, RuntimeError) as error:
         results["error"] = f"{type(error).__name__}: {error}"
     results["gradients_after_error"] = whole(engine, gradients=True)
     try:

@@ -121,8 +121,9 @@ def test_an_error_says_where_the_function_raised_and_what_it_could_ask_for() -> 
     ) as raised:
         get_loss(asks)(torch.tensor(p), None, inputs)
     assert f"{__file__}, line {inspect.getsourcelines(asks)[1] + 1}, in asks" in str(raised.value)
-    with pytest.raises(ValueError, match="raised ZeroDivisionError: division by zero\n"):
+    with pytest.raises(ZeroDivisionError) as noted:
         get_loss(lambda _scores, _entropy, _inputs: 1 / 0)(torch.tensor(p), None, inputs)
+    assert f"{__file__}, line" in noted.value.__notes__[0]
 
 
 @pytest.mark.stranger("2.F7")

@@ -261,10 +261,9 @@ def test_loss_that_raises_leaves_the_gradient_as_it_was(llama: Path) -> None:
     batch, engine, computed = random_batch(LENGTHS), build(llama), list[weakref.ref[torch.Tensor]]()
     engine.forward_backward([batch], get_loss("cross_entropy"))
     before = gradients(engine)
-    with pytest.raises(ValueError, match="ArithmeticError: my own mistake") as caught:
+    with pytest.raises(ArithmeticError, match="my own mistake") as caught:
         engine.forward_backward([batch[:3], batch[:2]], get_loss(fails_on_the_second))
-    assert isinstance(caught.value.__cause__, ArithmeticError)
-    assert isinstance(caught.value.__cause__.__cause__, KeyError)
+    assert isinstance(caught.value.__cause__, KeyError)
     assert computed[0]() is None, "who keeps the error does not keep the memory"
     after = gradients(engine)
     assert all(torch.equal(before[name], after[name]) for name in before)
