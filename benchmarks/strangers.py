@@ -57,6 +57,7 @@ ENTRIES = {
     "F8": "progress in 80 columns",
     "2.A1": "patterns over a text of a model",
     "2.A2": "fifos, links and devices that a program left",
+    "2.A3": "files of the host, read through a program's links",
     "2.A4": "work that says whether it passed",
     "2.A5": "what an agent's box separates",
     "2.A6": "Harbor's tasks as root",
@@ -111,7 +112,6 @@ ENTRIES = {
     "2.F6": "more ranks than cores",
     "2.F7": "options and words of the first steps",
     "2.F9": "inputs that are named without a point",
-    "2.F10": "equal to the bit",
 }
 _MARKER = "stranger"
 
