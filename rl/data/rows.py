@@ -24,6 +24,7 @@ from rl.checks import surrogate_fault
 
 Fault = Callable[[Any], str]
 EVAL_FRACTION = 0.1
+_MOST_DIGITS = 4300  # as Python's limit for whole numbers
 _TEXT_FORMATS = {".jsonl", ".json", ".csv"}
 _FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 _FLOATS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
@@ -95,8 +96,11 @@ def text_of(value: Any, where: str) -> str:
 
     Raises ValueError, beginning with `where`, for what is neither text nor a finite number.
     """
-    is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number and not isinstance(value, str):
+    if isinstance(value, Decimal):
+        is_known = value.is_finite() and abs(value.adjusted()) <= _MOST_DIGITS
+    else:
+        is_known = isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+    if not is_known or isinstance(value, bool):
         raise ValueError(f"{where} is {value!r:.80}; text or a number is needed")
     if isinstance(value, float):
         return _decimal(value, np.float64)
@@ -188,6 +192,8 @@ def _csv_rows(file: Path, columns: Sequence[str], names: dict[str, None]) -> lis
         header = next(csv.reader(stream), [])
     names |= dict.fromkeys(header)
     wanted = [name for name in columns if name in header]
+    if twice := [name for name in wanted if header.count(name) > 1]:
+        raise ValueError(f"{file.name} has several columns {twice[0]!r}; one is needed")
     options = arrow_csv.ConvertOptions(column_types=dict.fromkeys(wanted, string()), include_columns=wanted)
     parsing = arrow_csv.ParseOptions(newlines_in_values=True)
     rows = arrow_csv.read_csv(file, parse_options=parsing, convert_options=options).to_pylist() if wanted else []

@@ -177,7 +177,10 @@ class Loss:
         if self.checks_values or inputs.num_datums < 2 or (can_be_kept and self.function in _summed):
             return
         whole, parts = float(loss.detach()), list[float]()
-        for chosen in (inputs.datum_index * 2 < inputs.num_datums, inputs.datum_index * 2 >= inputs.num_datums):
+        is_first = inputs.datum_index * 2 < inputs.num_datums
+        if bool(is_first.all()) or not bool(is_first.any()):  # a half has no scored position
+            return
+        for chosen in (is_first, ~is_first):
             rows = chosen.nonzero().squeeze(1)
             given = None if entropy is None else entropy[rows].detach()
             parts.append(float(function(scores[rows].detach(), given, inputs.of(rows))[0]))
@@ -186,7 +189,7 @@ class Loss:
                 f"loss {self.name!r} of a micro-batch is {whole:.6g}, and of its halves {parts[0]:.6g} and "
                 f"{parts[1]:.6g}; it must be a sum over tokens, which grad_scale of optim_step divides"
             )
-        if can_be_kept:
+        if can_be_kept and any(parts):
             _summed.add(self.function)
 
     def check_inputs(self, given: Collection[str]) -> None:

@@ -65,7 +65,17 @@ def _columns(file: Path, *columns: str, split: str = "train") -> list[tuple[str,
     return read_columns(str(file), columns=columns, split=split, subset=None, revision=None, field="dataset")
 
 
-EXACT = ["9007199254740993", "123456789012345678901234567890", "0.1234567890123456789", "2.50", "1e-05", "7", "-0.0"]
+EXACT = [
+    "9007199254740993",
+    "123456789012345678901234567890",
+    "0.1234567890123456789",
+    "2.50",
+    "1e-05",
+    "7",
+    "-0.0",
+    "1e400",
+    "1" * 400,
+]
 """Numbers as a file spells them, of which a float would become another."""
 
 
@@ -90,6 +100,9 @@ def test_cells_of_a_csv_are_text(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_bytes(b'\xef\xbb\xbfq,a\n"one\ntwo",007\n"x, ""y""",NA\nnull,1e3\n" pad ",True\n')
     assert _columns(file, "q", "a") == [("one\ntwo", "007"), ('x, "y"', "NA"), ("null", "1e3"), (" pad ", "True")]
+    file.write_text("q,a,a\nw,1,2\n")
+    with pytest.raises(ValueError, match="several columns 'a'"):
+        _columns(file, "a")
     file.write_text("q,a\nw,\n")
     with pytest.raises(ValueError, match="column 'a': row 0 is None"):
         _columns(file, "a")
@@ -136,6 +149,8 @@ def test_a_column_that_nobody_asked_for_may_be_anything(tmp_path: Path, kind: st
         ('{"a": 1}\n{"b": 2}', "column 'a': row 1 is None"),
         ('{"b": 2}', "no column 'a'; it has the columns 'b'"),
         ("", "no column 'a'"),
+        ('{"a": 1e5000}', "column 'a': row 0 is"),
+        ('{"a": NaN}', "column 'a': row 0 is nan"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, content: str, said: str) -> None:

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,3 +138,18 @@ def test_a_loss_must_be_a_sum(reduce: Any) -> None:
     else:
         with pytest.raises(ValueError, match=r"of its halves .*; it must be a sum over tokens"):
             loss(scores, None, inputs)
+
+
+def test_a_loss_is_looked_at_where_both_halves_are_scored() -> None:
+    p, inputs = random_case()
+    scores, first = (
+        torch.tensor(p, requires_grad=True),
+        replace(inputs, datum_index=torch.zeros_like(inputs.datum_index)),
+    )
+    loss = get_loss(lambda scores, _entropy, _given: (scores.sum(), {"largest": scores.detach().max()}))
+    assert loss(scores, None, first)[0] == scores.sum()
+    mean = get_loss(lambda scores, _entropy, given: ((scores * given["advantages"]).mean(), {}))
+    arrays = {**inputs.arrays, "advantages": torch.zeros_like(inputs["advantages"])}
+    mean(scores, None, replace(inputs, arrays=arrays))  # 0 says nothing
+    with pytest.raises(ValueError, match="must be a sum over tokens"):
+        mean(scores, None, inputs)
