@@ -47,10 +47,6 @@ ENGINES: Mapping[str, EngineEntry] = {
         trains_adapters=True,
         takes_muon=True,
     ),
-    "fsdp1": EngineEntry(
-        engine="trainer.engines.hf.fsdp1:Fsdp1Engine",
-        layout_check="trainer.engines.hf.layout_check:check_layout",
-    ),
 }
 
 

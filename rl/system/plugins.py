@@ -30,7 +30,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "hosts": "kubernetes slurm ssh workers",
         "transports": "nccl network",
     },
-    "megatron": {"engines": "megatron megatron_fsdp"},
+    "megatron": {"engines": "fsdp1 megatron megatron_fsdp"},
     "plan": {"commands": "plan"},
     "report": {"commands": "report", "observers": "curves report tensorboard trackio wandb"},
     "sandbox": {},

@@ -1,6 +1,6 @@
-"""The engines of the table as parameters of tests; those whose package is not installed here are skipped.
+"""All engines as parameters of tests; those whose package is not installed here are skipped.
 
-`megatron_fsdp` needs CUDA and has tests of its own, `engines/test_megatron_fsdp.py`.
+`megatron_fsdp` needs CUDA and has tests of its own, in the plug-in `megatron`.
 """
 
 from collections.abc import Sequence

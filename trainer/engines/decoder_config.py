@@ -104,7 +104,7 @@ def parse_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     if config.get("model_type") == "mistral" and config.get("sliding_window") is not None:
         raise ValueError(
             f"config.json: sliding_window is {config['sliding_window']!r}; only null is supported for Mistral (since "
-            "v0.2 its models have none). The engines 'fsdp2' and 'fsdp1' train such a model too"
+            "v0.2 its models have none). The engine 'fsdp2' trains such a model too"
         )
     rope_theta, rope_scaling = _read_rope(config)
     moe = _read_moe(config) if family == "qwen3_moe" else None

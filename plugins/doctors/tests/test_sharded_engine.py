@@ -167,8 +167,9 @@ SLOW = {
 )
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LayoutResults:
     """The results of the layout, and of one rank of the engine `torchtitan`, or of its own if it replays no experts."""
-    if request.param.startswith("megatron") and "megatron" not in INSTALLED:
-        pytest.skip("the package 'megatron' is not installed")
+    engine = {**LAYOUTS, **ADAPTERS}[request.param].get("engine", "torchtitan")
+    if engine not in INSTALLED:
+        pytest.skip(f"the engine {engine!r} is not installed")
     directory = tmp_path_factory.mktemp(request.param)
     if request.param.endswith("_tied"):
         model = tiny_llama(directory / "model")

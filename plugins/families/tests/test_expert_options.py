@@ -25,10 +25,8 @@ def test_gpu_logic_kernels_leave_experts_in_order(tmp_path: Path, monkeypatch: p
     assert "moe_backend" not in engine_options(GeneratorConfig(model=experts))  # the CPU has one way only
 
 
-def test_gpu_logic_experts_are_refused_by_fsdp1(tmp_path: Path) -> None:
+def test_gpu_logic_experts_are_trained_by_both_engines_of_the_core(tmp_path: Path) -> None:
     experts = tiny_qwen3_moe(tmp_path / "experts")
-    with pytest.raises(ValueError, match=r"layers have 4 experts; .* The engines 'fsdp2' and 'torchtitan' do"):
-        check_model(TrainerConfig(model=experts, engine="fsdp1"))
     for engine in ("fsdp2", "torchtitan"):
         check_model(TrainerConfig(model=experts, engine=engine))
 

@@ -14,6 +14,7 @@ from plugins.families.tests.families import MODELS
 from rl.system.hf_config import proven_architectures
 from rl.tiny_models import random_batch, tiny_llama
 from tests.made_up_plugin import write_plugin
+from trainer import engine_table
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.contract.reference import ReferencePolicy
@@ -73,11 +74,12 @@ def test_a_made_up_family_is_a_file_and_a_row(quiet: Path) -> None:
     assert logprobs[scored] == pytest.approx(expected[scored], abs=1e-5)
 
 
-def test_a_family_says_what_it_refuses_and_needs(quiet: Path) -> None:
+def test_a_family_says_what_it_refuses_and_needs(quiet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = engine_options(GeneratorConfig(model=quiet, max_model_len=64))
     assert options["seed"] == 3
-    with pytest.raises(ValueError, match="engine is 'fsdp1' and the model is a QuietForCausalLM, which 'fsdp2' can"):
-        check_model(TrainerConfig(model=quiet, engine="fsdp1"))
+    monkeypatch.setitem(engine_table.ENGINES, "another", engine_table.ENGINES["fsdp2"])
+    with pytest.raises(ValueError, match="engine is 'another' and the model is a QuietForCausalLM, which 'fsdp2' can"):
+        check_model(TrainerConfig(model=quiet, engine="another"))
     with pytest.raises(ValueError, match="attention_bias is true; this family has no biases"):
         check_model(TrainerConfig(model=named(quiet, "QuietForCausalLM", attention_bias=True), engine="fsdp2"))
 

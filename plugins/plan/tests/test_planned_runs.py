@@ -178,8 +178,8 @@ def test_a_datum_longer_than_a_row_needs_its_own_memory(tmp_path: Path, capsys: 
     [
         (["--generator.tensor-parallel", "3"], "GeneratorConfig.tensor_parallel is 3; this model has 32 attention"),
         (["--generator.max-model-len", "99999"], "GeneratorConfig.max_model_len is 99999; this model's context is"),
-        (["--trainer.engine", "fsdp1", "--trainer.activation-checkpointing", "full", "--trainer.no-compile"],
-         "TrainerConfig.engine is 'fsdp1'; plan knows what 'torchtitan' needs"),
+        (["--trainer.engine", "fsdp2", "--trainer.activation-checkpointing", "full", "--trainer.no-compile"],
+         "TrainerConfig.engine is 'fsdp2'; plan knows what 'torchtitan' needs"),
         (["--prompt-tokens", "3000"], "--prompt-tokens is 3000 and --completion-tokens 2048; together they may be at"
          " most GeneratorConfig.max_model_len, which is 4096"),
         (["--price", "inf"], "--price is inf; it must be in"),

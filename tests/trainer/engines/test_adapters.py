@@ -257,7 +257,6 @@ def test_a_frozen_model_refuses_to_train_and_names_what_does(llama: Path, tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"engine": "fsdp1"}, "engine is 'fsdp1' and lora is given; .* that train adapters are 'torchtitan', 'fsdp2'"),
         ({"head": "value"}, "head is 'value' and lora is given; with adapters it must be 'lm'"),
         ({"compile": True}, "compile is True and lora is given; with adapters it must be False"),
     ],

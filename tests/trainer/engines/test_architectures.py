@@ -30,7 +30,7 @@ def unproven(tmp_path: Path) -> Path:
 
 def test_an_unproven_architecture_is_tried_with_a_warning(unproven: Path) -> None:
     with pytest.warns(UserWarning, match=r"no test covers StableLmForCausalLM .* Proven are "):
-        check_model(TrainerConfig(model=unproven, engine="fsdp1"))
+        check_model(TrainerConfig(model=unproven, engine="fsdp2"))
     with pytest.raises(ValueError, match=r"\['StableLmForCausalLM'\]; this engine's are .* 'fsdp2' trains others"):
         check_model(TrainerConfig(model=unproven))
 

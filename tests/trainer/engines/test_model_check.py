@@ -44,7 +44,7 @@ def test_no_value_of_a_config_may_be_missed_without_a_sentence(name: str, tmp_pa
     miss_every_value(MODELS[name][1](tmp_path / "model"))
 
 
-@pytest.mark.parametrize("engine", ["torchtitan", "fsdp2", "fsdp1"])
+@pytest.mark.parametrize("engine", ["torchtitan", "fsdp2"])
 def test_limits_are_those_of_the_model(model: Path, engine: Any) -> None:
     assert check_model(TrainerConfig(model=model, engine=engine)) == ModelLimits(vocab_size=64, max_seq_len=128)
 
@@ -85,20 +85,19 @@ def test_pipelines_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel": 2}, "tensor_parallel is 2; engine 'fsdp.' only shards data, .*'torchtitan' has the other"),
+        ({"tensor_parallel": 2}, "tensor_parallel is 2; engine 'fsdp2' only shards data, .*'torchtitan' has the other"),
         (
             {"data_parallel_shard": 2, "expert_parallel": 2},
-            "expert_parallel is 2; engine 'fsdp.' only shards data, so it must be 1",
+            "expert_parallel is 2; engine 'fsdp2' only shards data, so it must be 1",
         ),
-        ({"activation_checkpointing": "selective"}, "engine 'fsdp.' has 'none' and 'full'"),
-        ({"compile": True}, "compile is True; engine 'fsdp.' leaves models as they are, so it must be False"),
-        ({"float8": "rowwise"}, "float8 is 'rowwise'; engine 'fsdp.' leaves models as they are, so it must be 'none'"),
+        ({"activation_checkpointing": "selective"}, "engine 'fsdp2' has 'none' and 'full'"),
+        ({"compile": True}, "compile is True; engine 'fsdp2' leaves models as they are, so it must be False"),
+        ({"float8": "rowwise"}, "float8 is 'rowwise'; engine 'fsdp2' leaves models as they are, so it must be 'none'"),
     ],
 )
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
-def test_what_fsdp_cannot_do_is_refused(model: Path, engine: Any, options: dict[str, Any], message: str) -> None:
+def test_what_fsdp2_cannot_do_is_refused(model: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_model(TrainerConfig(model=model, engine=engine, **options))
+        check_model(TrainerConfig(model=model, engine="fsdp2", **options))
 
 
 @pytest.mark.parametrize(

@@ -120,11 +120,8 @@ def test_gpu_logic_a_beta2_beyond_bfloat16_is_refused() -> None:
 
 def _sharded(rank: int, model: Path, folder: Path) -> None:
     del rank
-    for engine in ("torchtitan", "fsdp1"):
-        config = TrainerConfig(
-            model=model, engine=engine, compute_dtype="float32", moments_dtype="bfloat16", data_parallel_shard=2
-        )
-        check_checkpoints(config, folder / engine)
+    config = TrainerConfig(model=model, compute_dtype="float32", moments_dtype="bfloat16", data_parallel_shard=2)
+    check_checkpoints(config, folder)
 
 
 @pytest.mark.ranks

@@ -1,1 +1,1 @@
-"""The engines over models of transformers: `fsdp2` and `fsdp1`."""
+"""The engine `fsdp2`, and what engines over models of transformers share."""

@@ -1,10 +1,10 @@
-"""Which models and layouts the transformers engines, `fsdp2` and `fsdp1`, can train."""
+"""Which models and layouts an engine over models of transformers can train."""
 
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rl.system.hf_config import VisionParts, find_family, longest_context, num_experts, proven_architectures, vision_of
+from rl.system.hf_config import VisionParts, find_family, longest_context, proven_architectures, vision_of
 from trainer.config import TrainerConfig
 from trainer.engines.decoder_config import CLASSIFIER_SUFFIX, FAMILIES
 from trainer.engines.model_check import ModelLimits
@@ -20,11 +20,10 @@ _DISAGREED: Mapping[str, tuple[Any, Collection[str]]] = {
 
 
 def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
-    """The `LayoutCheck` of both engines."""
+    """The `LayoutCheck` of `fsdp2`, and part of others'."""
     _check_options(config)
     vision = vision_of(hf_config)
     _check_parallelism(config, vision)
-    _check_experts(config, hf_config)
     if not isinstance(hf_config.get("vocab_size"), int):
         raise ValueError(f"{config.model / 'config.json'} lacks 'vocab_size'")
     backbones = {name.replace(CLASSIFIER_SUFFIX, "ForCausalLM") for name in hf_config.get("architectures") or ()}
@@ -66,15 +65,6 @@ def _check_options(config: TrainerConfig) -> None:
     if config.activation_checkpointing == "selective":
         raise ValueError(
             f"TrainerConfig.activation_checkpointing is 'selective'; engine {config.engine!r} has 'none' and 'full'"
-        )
-
-
-def _check_experts(config: TrainerConfig, hf_config: Mapping[str, Any]) -> None:
-    if (count := num_experts(hf_config)) and config.engine != "fsdp2":
-        # transformers stacks the weights of experts, and a rank's part of a flattened stack is no view of an expert.
-        raise ValueError(
-            f"TrainerConfig.engine is {config.engine!r} and the model's layers have {count} experts; this engine does "
-            "not train mixtures of experts. The engines 'fsdp2' and 'torchtitan' do"
         )
 
 

@@ -144,7 +144,6 @@ class TorchEngine(Engine):
 
     def zero_grad(self) -> None:
         self._gradients.clear()
-        self._free_flat_gradients()
 
     def to(self, device: str, *, model: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
         chosen = {"model": model, "gradients": gradients, "optimizer": optimizer}
@@ -301,9 +300,6 @@ class TorchEngine(Engine):
     def _move_model(self, device: torch.device) -> None:
         """Hook: moves the parameters, which are resharded and have no gradients now, to a device."""
         self._model._apply(self._host.mover(device))  # pyright: ignore[reportPrivateUsage] - `to`, by another copy
-
-    def _free_flat_gradients(self) -> None:
-        """Hook: frees gradients that are kept elsewhere than in `parameter.grad`, which is None."""
 
     def _state(self, *, optimizer: bool) -> dict[str, Any]:
         """Hook: the state that a step depends on, in tensors that a checkpoint can be loaded into in place."""

@@ -69,7 +69,8 @@ class MegatronEngine(TorchEngine):
     def _reduce_gradients(self) -> None:
         self._masters.reduce_gradients()
 
-    def _free_flat_gradients(self) -> None:
+    def zero_grad(self) -> None:
+        super().zero_grad()
         self._masters.drop_gradients()
 
 

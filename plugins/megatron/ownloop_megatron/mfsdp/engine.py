@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from ownloop_megatron.flat_engine import FlatEngine, FlatShards, ShardedModel
 from ownloop_megatron.mfsdp._compat import MixedPrecisionPolicy, fully_shard_model
 from trainer.config import TrainerConfig
-from trainer.engines.hf.flat_engine import FlatEngine, FlatShards, ShardedModel
 from trainer.engines.hf.transformers_policy import TransformersPolicy
 from trainer.engines.pytorch.engine_state import HostMemory
 from trainer.engines.pytorch.ranks import DTYPES

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from ownloop_megatron.flat_check import check_layout as check_flat_layout
 from rl.checks import did_you_mean
 from trainer.config import TrainerConfig
-from trainer.engines.hf.layout_check import check_layout as check_transformers_layout
 from trainer.engines.model_check import ModelLimits
 
 _SWITCHES = (
@@ -27,7 +27,7 @@ _ZERO_3 = ("optim_grads_params", 3)
 
 def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
     """The engine's `LayoutCheck`."""
-    limits = check_transformers_layout(config, hf_config)
+    limits = check_flat_layout(config, hf_config)
     for name, value in config.engine_args.items():
         _check_option(name, value)
     if config.data_parallel_replicate > 1:

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from ownloop_megatron.flat_engine import FlatEngine, FlatShards, ShardedModel
 from rl.data.packing import PackedRow
 from trainer.config import TrainerConfig
-from trainer.engines.hf.flat_engine import FlatEngine, FlatShards, ShardedModel
 from trainer.engines.hf.transformers_policy import TransformersPolicy
 from trainer.engines.pytorch.ranks import DTYPES
 
@@ -45,7 +45,8 @@ class Fsdp1Engine(FlatEngine):
             if handle.uses_sharded_strategy:
                 handle.reshard(True)
 
-    def _free_flat_gradients(self) -> None:
+    def zero_grad(self) -> None:
+        super().zero_grad()
         for handle in self._handles():  # FSDP would otherwise keep flattened gradients until the next forward pass
             handle._reset_flat_param_grad_info_if_needed()
 
