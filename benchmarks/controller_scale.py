@@ -164,7 +164,8 @@ async def cost_of_a_step(run: Run, handle: TrainerHandle, renderer: Renderer, nu
     """One step of `grpo` with so many sampled tokens."""
     problems = [RandomReward(id=f"p{index}") for index in range(max(1, num_tokens // length // GROUP_SIZE))]
     generator: Any = CannedGenerator(length)
-    heart, phases, clock = Heartbeat(), dict[str, float](), run.begin_step(1)
+    heart, phases = Heartbeat(), dict[str, float]()
+    await run.before_step(1)
     beating = asyncio.create_task(heart.beat())
     start = time.process_time()
 
@@ -173,17 +174,17 @@ async def cost_of_a_step(run: Run, handle: TrainerHandle, renderer: Renderer, nu
         phases[name] = time.process_time() - start
         start = time.process_time()
 
-    with clock("generate"):
+    async with run.clock("generate"):
         groups: list[Group] = await rollout_groups(
             generator, renderer, problems, SamplingParams(max_tokens=length), GROUP_SIZE
         )
     lap("rollouts")
     batch = await groups_to_data(groups, group_mean_std)
     lap("datums")
-    with clock("forward_backward"):
+    async with run.clock("forward_backward"):
         output = await handle.forward_backward(batch, "importance_sampling")
     lap("forward_backward")
-    with clock("optim_step"):
+    async with run.clock("optim_step"):
         update = await handle.optim_step(AdamParams(learning_rate=1e-5))
     run.end_step(groups, batch, output, update)
     lap("metrics_and_recording")

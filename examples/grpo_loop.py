@@ -6,9 +6,16 @@ from pathlib import Path
 
 import numpy as np
 
-from controller import AdamParams, GeneratorConfig, SamplingParams, TrainerConfig, launch, resolve_model
-from rl import Renderer, group_mean_std, group_to_data, rollout_groups, token_mean
+from controller.launching.launcher import launch
+from controller.runs import resolve_model
+from generator.config import GeneratorConfig
+from rl.advantages import group_mean_std
 from rl.envs.largest_number import LargestNumber
+from rl.losses import token_mean
+from rl.rollouts.episodes import group_to_data, rollout_groups
+from rl.rollouts.rendering import Renderer
+from rl.types import AdamParams, SamplingParams
+from trainer.config import TrainerConfig
 
 
 async def main(model: Path, num_steps: int) -> None:

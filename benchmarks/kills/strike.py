@@ -86,13 +86,13 @@ class Strike:
             setattr(owner, name, self._watched(getattr(owner, name), phase))
         trainer_mesh.ACTOR = f"{__name__}:ObedientTrainer"
         generator_handle.ACTOR = f"{__name__}:ObedientGenerator"
-        begin_step, evaluate, strike = Run.begin_step, RolloutSource.evaluate, self
+        before_step, evaluate, strike = Run.before_step, RolloutSource.evaluate, self
 
-        def noting_step(run: Run, step: int) -> Any:
+        async def noting_step(run: Run, step: int) -> None:
             strike._step, strike._log_dir = step, run.log_dir
             if step == STRIKE_STEP:  # a run without a checkpoint would begin anew, or could not be resumed
                 wait_until(lambda: bool(complete_checkpoints(run.log_dir.parent / "checkpoints")), _CHECKPOINT_S)
-            return begin_step(run, step)
+            await before_step(run, step)
 
         async def noting_evaluation(source: RolloutSource, generator: Any) -> Any:
             strike._evaluating = True
@@ -101,7 +101,7 @@ class Strike:
             finally:
                 strike._evaluating = False
 
-        setattr(Run, "begin_step", noting_step)  # noqa: B010
+        setattr(Run, "before_step", noting_step)  # noqa: B010
         setattr(RolloutSource, "evaluate", noting_evaluation)  # noqa: B010
 
     def _watched(self, call: Any, phase: Phase) -> Any:

@@ -46,45 +46,42 @@ async def train(config: AccumulateConfig, folder: RunFolder, console: Console) -
     run.phase("starting trainer and generator")
     async with (
         launch(source.model, config.trainer, config.generator, run.log_dir, config.hosts) as (trainer, generator),
-        run.steps(policy=trainer) as steps,
+        run.steps(source.evaluate, generator, policy=trainer) as steps,
     ):
         # A fork may have a lower `learning_rate` than the run that saved this one.
         learning_rate: float = min(run.restored.get("learning_rate", highest(0)), highest(run.last_step))
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
-        for step in steps:
-            await run.evaluate_if_due(step - 1, source.evaluate, generator)
-            clock = run.begin_step(step)
+        async for step in steps:
             groups, batch, outputs = list[Group](), list[Datum](), list[ForwardBackwardOutput]()
             for number in range((step - 1) * MAX_BATCHES_PER_STEP + 1, step * MAX_BATCHES_PER_STEP + 1):
-                with clock("generate"):
+                async with run.clock("generate"):
                     new = await source.sample(generator, number, config.group_size)
-                with clock("pack"):
+                async with run.clock("pack"):
                     data = await groups_to_data(new, advantage)
                 if data:
-                    with clock("forward_backward"):
+                    async with run.clock("forward_backward"):
                         part, _ = config.normalised(data, length=limit)
                         outputs.append(await trainer.forward_backward(part, config.loss, config.loss_config))
                 groups, batch = groups + new, batch + data
                 if sum(datum.num_loss_tokens for datum in batch) >= config.tokens_per_step:
                     break
             if batch:
-                with clock("optim_step"):
+                async with run.clock("optim_step"):
                     _, scale = config.normalised(batch, length=limit)
                     update = await trainer.optim_step(config.optim(learning_rate), scale)
-                with clock("forward"):
+                async with run.clock("forward"):
                     latest = batch[-len(outputs[-1].logprobs) :]
                     kl = kl_from_generator(latest, (await trainer.forward(latest)).logprobs)
                     if not update.skipped:  # a skipped step moved nothing, at any learning rate
                         learning_rate = adapted_to_kl(learning_rate, kl, target=config.kl_target, highest=highest(step))
-                with clock("push"):
+                async with run.clock("push"):
                     version = await trainer.push_model_state_dict()
-                with clock("pull"):
+                async with run.clock("pull"):
                     await generator.pull_model_state_dict(version)
                 metrics = {"kl_after": kl, "rollout_batches": len(groups) / config.prompts_per_step}
                 run.end_step(groups, batch, merge_outputs(outputs), update, metrics)
             else:
                 run.end_step_without_update(groups)
-            await run.checkpoint_if_due(learning_rate=learning_rate)
-        await run.evaluate_last(source.evaluate, generator)
+            run.keep(learning_rate=learning_rate)
         await trainer.export_hf(run.model_dir)
     run.finish()

@@ -55,35 +55,30 @@ async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None
     run.phase("starting trainer and generator")
     async with (
         launch(source.model, config.trainer, config.generator, run.log_dir, config.hosts) as (trainer, generator),
-        run.steps(policy=trainer) as steps,
+        run.steps(source.evaluate, generator, policy=trainer) as steps,
     ):
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
-        for step in steps:
-            await run.evaluate_if_due(step - 1, source.evaluate, generator)
-            clock = run.begin_step(step)
-            with clock("generate"):
+        async for step in steps:
+            async with run.clock("generate"):
                 sampled = await sample_with_signal(sample, run.data.next, config.prompts_per_step, config.max_rounds)
             run.data.take(len(sampled.all))
             keep = (lambda _: True) if config.overlong_cache else not_truncated
             kept = shaped(sampled.with_signal)  # after the filter: a punishment alone is no signal
             batch = await groups_to_data(kept, advantage, keep=keep)
             if batch:
-                with clock("forward_backward"):
+                async with run.clock("forward_backward"):
                     data, scale = config.normalised(batch)
                     output = await trainer.forward_backward(data, config.loss, config.loss_config)
-                with clock("optim_step"):
+                async with run.clock("optim_step"):
                     update = await trainer.optim_step(config.optim(learning_rate(step - 1)), scale)
-                with clock("push"):
+                async with run.clock("push"):
                     version = await trainer.push_model_state_dict()
-                await run.evaluated()
-                with clock("pull"):
+                async with run.clock("pull"):
                     await generator.pull_model_state_dict(version)
                 metrics = {"groups_sampled": len(sampled.all), "groups_with_signal": len(kept)}
                 run.end_step(shaped(sampled.all), batch, output, update, metrics)
             else:
                 run.end_step_without_update(sampled.all, f"{len(sampled.all)} groups had nothing to learn from")
-            await run.checkpoint_if_due()
 
-        await run.evaluate_last(source.evaluate, generator)
         await trainer.export_hf(run.model_dir)
     run.finish()

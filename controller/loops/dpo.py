@@ -12,6 +12,7 @@ from controller.runs import Console, Loop, LoopConfig, Run, RunFolder, check_tex
 from rl.algorithms import preferences as pairs
 from rl.checks import check_at_least
 from rl.data.sources import Preferences
+from rl.rollouts.evaluation import Evaluation
 from rl.rollouts.rendering import Renderer
 from rl.schedules import linear, warmup
 from rl.types import Datum
@@ -56,8 +57,9 @@ async def train(config: DPOConfig, folder: RunFolder, console: Console) -> None:
     def training_data(step: int) -> list[Datum]:
         return to_data(config.data.train_preferences(config.seed, run.data.start_of(step, per_step), per_step))
 
-    async def evaluate(step: int) -> None:
-        run.log_measurements(step, **loss.measure(await pairs.score_pairs(trainer, eval_data, eval_reference)))
+    async def evaluate() -> Evaluation:
+        scored = await pairs.score_pairs(trainer, eval_data, eval_reference)
+        return Evaluation(measurements=loss.measure(scored))
 
     run.phase("starting trainer")
     async with Launcher(run.log_dir, config.hosts) as launcher:
@@ -65,26 +67,22 @@ async def train(config: DPOConfig, folder: RunFolder, console: Console) -> None:
         numbers, file = run.counted("scoring every pair", range(config.num_steps + 1)), folder.path / "reference.json"
         batches = (training_data(step) if step else eval_data for step in numbers)
         eval_reference, *reference = await pairs.reference_logprobs(trainer, batches, file, loss)
-        async with run.steps(policy=trainer) as steps:
-            for step in steps:
-                if (step - 1) % config.evaluate_every == 0:
-                    await evaluate(step - 1)
-                clock, _ = run.begin_step(step), run.data.take(per_step)
-                with clock("pack"):
+        async with run.steps(evaluate, policy=trainer) as steps:
+            async for step in steps:
+                run.data.take(per_step)
+                async with run.clock("pack"):
                     batch = training_data(step)
                 if batch:
-                    with clock("forward"):
+                    async with run.clock("forward"):
                         scored = await pairs.score_pairs(trainer, batch, reference[step - 1])
-                    with clock("forward_backward"):
+                    async with run.clock("forward_backward"):
                         losses, slopes = loss(scored)
                         output = await trainer.forward_backward(pairs.weight_pairs(batch, slopes), loss.token_loss)
-                    with clock("optim_step"):
+                    async with run.clock("optim_step"):
                         update = await trainer.optim_step(config.optim(learning_rate(step - 1)), 1 / len(losses))
                     metrics = {name: float(m.values.mean()) for name, m in loss.measure(scored).items()}
                     run.end_step((), batch, output, update, {**metrics, "pairs_too_long": per_step - len(losses)})
                 else:
                     run.end_step_without_update(why="every pair was longer than max_tokens")
-                await run.checkpoint_if_due()
-            await evaluate(run.last_step)
             await trainer.export_hf(run.model_dir)
     run.finish()

@@ -29,32 +29,27 @@ async def train(config: GRPOConfig, folder: RunFolder, console: Console) -> None
     run.phase("starting trainer and generator")
     async with (
         launch(source.model, config.trainer, config.generator, run.log_dir, config.hosts) as (trainer, generator),
-        run.steps(policy=trainer) as steps,
+        run.steps(source.evaluate, generator, policy=trainer) as steps,
     ):
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
-        for step in steps:
-            await run.evaluate_if_due(step - 1, source.evaluate, generator)
-            clock = run.begin_step(step)
-            with clock("generate"):
+        async for step in steps:
+            async with run.clock("generate"):
                 groups = await source.sample(generator, step, config.group_size)
             batch = await groups_to_data(groups, advantage)
             if batch:
-                with clock("forward_backward"):
+                async with run.clock("forward_backward"):
                     data, scale = config.normalised(batch, groups)
                     output = await trainer.forward_backward(data, config.loss, config.loss_config)
-                with clock("optim_step"):
+                async with run.clock("optim_step"):
                     params = config.optim(learning_rate(step - 1))
                     update = await trainer.optim_step(params, grad_scale=scale)
-                with clock("push"):
+                async with run.clock("push"):
                     version = await trainer.push_model_state_dict()
-                await run.evaluated()
-                with clock("pull"):
+                async with run.clock("pull"):
                     await generator.pull_model_state_dict(version)
                 run.end_step(groups, batch, output, update)
             else:
                 run.end_step_without_update(groups)
-            await run.checkpoint_if_due()
 
-        await run.evaluate_last(source.evaluate, generator)
         await trainer.export_hf(run.model_dir)
     run.finish()

@@ -52,37 +52,34 @@ async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) ->
     run.phase("starting trainer and generator")
     async with (
         launch(source.model, config.trainer, config.generator, run.log_dir, config.hosts) as (trainer, generator),
-        run.steps(policy=trainer) as steps,
+        run.steps(source.evaluate, generator, policy=trainer) as steps,
     ):
         version = await trainer.push_model_state_dict()
         await generator.pull_model_state_dict(version)
         restored, per_step = source.restored(run.restored), config.prompts_per_step
         queue = RolloutQueue(sample_group, steps.remaining, per_step, config.max_staleness, restored, source.sampled_as)
         async with queue as rollouts:
-            for step in steps:
-                await run.evaluate_if_due(step - 1, source.evaluate, generator)
-                clock = run.begin_step(step)
-                with clock("wait"):
+            async for step in steps:
+                async with run.clock("wait"):
                     groups = await rollouts.take()
                 batch = await groups_to_data(groups, advantage)
                 if batch:
-                    with clock("forward_backward"):
+                    async with run.clock("forward_backward"):
                         data, scale = config.normalised(batch, groups)
                         output = await trainer.forward_backward(data, config.loss, config.loss_config)
-                    with clock("optim_step"):
+                    async with run.clock("optim_step"):
                         params = config.optim(learning_rate(step - 1))
                         update = await trainer.optim_step(params, grad_scale=scale)
                     staleness = policy_staleness(groups, version)
-                    with clock("push"):
+                    async with run.clock("push"):
                         version = await trainer.push_model_state_dict()
-                    with clock("pull"):
+                    async with run.clock("pull"):
                         await generator.pull_model_state_dict(version, mode="inflight")
                     run.end_step(groups, batch, output, update, staleness)
                 else:
                     run.end_step_without_update(groups)
                 rollouts.advance()
-                await run.checkpoint_if_due(**rollouts.state())
+                run.keep(**rollouts.state())
 
-        await run.evaluate_last(source.evaluate, generator)
         await trainer.export_hf(run.model_dir)
     run.finish()

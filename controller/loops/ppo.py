@@ -7,12 +7,13 @@ import asyncio
 from dataclasses import dataclass, field
 
 from controller.launching.launcher import Launcher
-from controller.runs import Console, Loop, LossConfig, RolloutLoopConfig, RolloutSource, Run, RunFolder, TrainerConfig
+from controller.runs import Console, Loop, LossConfig, RolloutLoopConfig, RolloutSource, Run, RunFolder
 from rl.algorithms.actor_critic import PPOParams, merge_minibatches, minibatches, ppo_advantages, scored
 from rl.losses import get_loss, token_mean
 from rl.rollouts.episodes import rollout_to_datum, with_tokens
 from rl.schedules import constant, warmup
 from rl.types import ForwardBackwardOutput, OptimStepOutput
+from trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,39 +53,34 @@ async def train(config: PPOConfig, folder: RunFolder, console: Console) -> None:
             launcher.reference(source.model, config.trainer),
             launcher.generator(source.model, config.generator),
         )
-        async with run.steps(policy=trainer, critic=critic) as steps:
+        async with run.steps(source.evaluate, generator, policy=trainer, critic=critic) as steps:
             await generator.pull_model_state_dict(await trainer.push_model_state_dict())
-            for step in steps:
-                await run.evaluate_if_due(step - 1, source.evaluate, generator)
-                clock = run.begin_step(step)
-                with clock("generate"):
+            async for step in steps:
+                async with run.clock("generate"):
                     groups = await source.sample(generator, step, config.group_size)
                 if rollouts := with_tokens(groups):
                     sampled, rewards = [rollout_to_datum(r, 0.0) for r in rollouts], [r.reward for r in rollouts]
-                    with clock("forward"):
+                    async with run.clock("forward"):
                         sampled, values, frozen = await scored(sampled, trainer, critic, reference, config.loss_config)
                     batch, metrics = ppo_advantages(sampled, rewards, values, frozen, config.ppo)
                     outputs, updates = list[tuple[ForwardBackwardOutput, ...]](), list[tuple[OptimStepOutput, ...]]()
                     for part in (parts := minibatches(batch, config.ppo, (config.seed, step))):
-                        with clock("forward_backward"):
+                        async with run.clock("forward_backward"):
                             policy_step = trainer.forward_backward(part, "ppo", config.loss_config)
                             critic_step = critic.forward_backward(part, "value", config.critic_loss_config)
                             outputs.append(await asyncio.gather(policy_step, critic_step))
-                        with clock("optim_step"):
+                        async with run.clock("optim_step"):
                             policy_step = trainer.optim_step(config.optim(learning_rate(step - 1)), token_mean(part))
                             critic_step = critic.optim_step(config.optim(config.critic_learning_rate), token_mean(part))
                             updates.append(await asyncio.gather(policy_step, critic_step))
-                    with clock("push"):
+                    async with run.clock("push"):
                         version = await trainer.push_model_state_dict()
-                    await run.evaluated()
-                    with clock("pull"):
+                    async with run.clock("pull"):
                         await generator.pull_model_state_dict(version)
                     learned, output, losses = merge_minibatches(parts, outputs)
                     of_policy, of_critic = zip(*updates, strict=True)
                     run.end_step(groups, learned, output, of_policy, metrics | losses, critic=of_critic)
                 else:
                     run.end_step_without_update(groups, why="no rollout has a sampled token")
-                await run.checkpoint_if_due()
-            await run.evaluate_last(source.evaluate, generator)
             await trainer.export_hf(run.model_dir)
     run.finish()

@@ -12,6 +12,7 @@ from controller.runs import Console, Loop, LoopConfig, Run, RunFolder, check_tex
 from rl.checks import check_at_least
 from rl.data.sources import Examples, TrainOn, eval_loss, examples_to_data
 from rl.losses import token_mean
+from rl.rollouts.evaluation import Evaluation
 from rl.rollouts.rendering import Renderer
 from rl.schedules import cosine, warmup
 
@@ -56,27 +57,25 @@ async def train(config: SFTConfig, folder: RunFolder, console: Console) -> None:
     eval_data = to_data(config.data.eval_examples(config.num_eval))
     check_texts_fit(config.max_tokens, model, eval_data)
 
+    async def evaluate() -> Evaluation:
+        return Evaluation(measurements={"loss": await eval_loss(trainer, eval_data)})
+
     run.phase("starting trainer")
     async with Launcher(run.log_dir, config.hosts) as launcher:
         trainer = await launcher.trainer(model, config.trainer)
-        async with run.steps(policy=trainer) as steps:
-            for step in steps:
-                if (step - 1) % config.evaluate_every == 0:
-                    run.log_measurements(step - 1, loss=await eval_loss(trainer, eval_data))
-                clock = run.begin_step(step)
-                with clock("pack"):
+        async with run.steps(evaluate, policy=trainer) as steps:
+            async for step in steps:
+                async with run.clock("pack"):
                     batch = to_data(config.data.train_examples(config.seed, run.data.take(per_step), per_step))
                 if batch:
-                    with clock("forward_backward"):
+                    async with run.clock("forward_backward"):
                         output = await trainer.forward_backward(batch, "cross_entropy")
-                    with clock("optim_step"):
+                    async with run.clock("optim_step"):
                         params = replace(config.optim(learning_rate(step - 1)), weight_decay=config.weight_decay)
                         update = await trainer.optim_step(params, grad_scale=token_mean(batch))
                     run.end_step((), batch, output, update, {"examples_too_long": float(per_step - len(batch))})
                 else:
                     run.end_step_without_update(why="every example was longer than max_tokens")
-                await run.checkpoint_if_due()
 
-            run.log_measurements(run.last_step, loss=await eval_loss(trainer, eval_data))
             await trainer.export_hf(run.model_dir)
     run.finish()

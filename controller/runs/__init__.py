@@ -1,19 +1,19 @@
 """What every loop needs around its algorithm: configuration, rollouts, metrics, checkpoints, models.
 
-A loop's page imports all of it from here.
+A loop's page, a recipe and a script import all of it from here.
 """
 
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
-from controller.runs.loop_config import GroupLoopConfig, Loop, LoopConfig, LossConfig, RolloutLoopConfig
+from controller.runs.loop_config import GroupLoopConfig, HeldOut, Loop, LoopConfig, LossConfig, RolloutLoopConfig
 from controller.runs.models import resolve_model
 from controller.runs.rollout_source import RolloutSource, check_texts_fit
 from controller.runs.training_run import Run
-from trainer.config import TrainerConfig
 
 __all__ = [
     "Console",
     "GroupLoopConfig",
+    "HeldOut",
     "Loop",
     "LoopConfig",
     "LossConfig",
@@ -21,7 +21,6 @@ __all__ = [
     "RolloutSource",
     "Run",
     "RunFolder",
-    "TrainerConfig",
     "check_texts_fit",
     "resolve_model",
 ]

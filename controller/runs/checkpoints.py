@@ -341,7 +341,7 @@ def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
             if kept[name] == value:
                 continue
         raise ValueError(
-            f"checkpoint_if_due: {name} is {value!r:.80}; it must be of JSON types (finite numbers, texts, lists and "
+            f"Run.keep: {name} is {value!r:.80}; it must be of JSON types (finite numbers, texts, lists and "
             "dicts whose keys are texts), or a list of groups"
         )
     return kept

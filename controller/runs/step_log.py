@@ -146,10 +146,12 @@ class StepLog:
         self._observers.each(lambda observer: observer.after_step(step))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Records the reward on held-out problems after a number of steps. Does nothing if there are no problems.
+        """Records what was measured after a number of steps, and the reward on held-out problems, if there are any.
 
         Raises ValueError if no rollout of a held-out set's first evaluation has a reward: the environment is broken.
         """
+        if evaluation.measurements:
+            self._record_measurements(step, evaluation.measurements)
         if not evaluation.groups:
             return
         is_first = self._first_evaluation is None
@@ -168,8 +170,7 @@ class StepLog:
             raise ValueError(f"every rollout of the first evaluation failed, so nothing can be learnt: {first}")
         self._observers.each(lambda observer: observer.after_evaluation({"reward": "reward_mean"}))
 
-    def measurements(self, step: int, measurements: Mapping[str, Measurement]) -> None:
-        """Records measurements on held-out data after a number of steps, the most telling first."""
+    def _record_measurements(self, step: int, measurements: Mapping[str, Measurement]) -> None:
         self._first_measurements = {**measurements, **self._first_measurements}
         self._first_step = step if self._first_step is None else self._first_step
         self._last_measurements = measurements

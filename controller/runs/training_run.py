@@ -6,7 +6,8 @@ user its state, and saves and restores checkpoints. It knows nothing of the algo
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -19,44 +20,88 @@ from controller.runs.loop_config import LoopConfig
 from controller.runs.step_log import EQUAL_REWARDS, StepLog
 from rl.algorithms.metrics import PhaseClock
 from rl.protocols import Generator, Trainer, best_reward_of
-from rl.rollouts.evaluation import Evaluation, Measurement
+from rl.rollouts.evaluation import Evaluation
 from rl.system.hardware import without_walking_what_exists
 from rl.system.timeline import report_progress
 from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
 
 class _Evaluation:
-    """The next evaluation of a run."""
+    """How a run is evaluated on held-out problems, and the evaluation that is due or under way."""
 
-    due: Callable[[], Awaitable[None]] | None = None
-    running: asyncio.Future[None] | None = None
+    def __init__(self, log: StepLog, config: LoopConfig) -> None:
+        """`config` says when the run is evaluated, and whether the trainer works meanwhile."""
+        self.evaluate: Callable[..., Awaitable[Evaluation]] | None = None
+        self.generator: Generator | None = None
+        self._log, self._every = log, config.evaluate_every
+        self._where = getattr(config, "evaluation", "between")
+        self._due: Callable[[], Awaitable[None]] | None = None
+        self._running: asyncio.Future[None] | None = None
+
+    async def after(self, step: int) -> None:
+        """Evaluates after 0, `evaluate_every`, ... steps.
+
+        With `evaluation="beside"` it begins with the first phase of the next step in which the trainer works. With
+        "apart" the generator's evaluator pulls its version, and samples while the run continues.
+        """
+        if self.evaluate is None or step % self._every:
+            return
+        generator = self.generator
+        if self._where == "apart" and generator is not None:
+            from controller.handles.generator_router import evaluator_of  # loads Monarch
+
+            await self.over()  # the one before
+            generator = await evaluator_of(generator)
+        self._due = functools.partial(self._record, step, self.evaluate, generator)
+        if self._where == "apart":
+            self.begin("forward")
+        if self._where == "between":
+            await self.over()
+
+    async def after_last(self, step: int) -> None:
+        """Evaluates after the last step."""
+        await self.over()
+        if self.evaluate is not None:
+            await self._record(step, self.evaluate, self.generator)
 
     def begin(self, phase: str) -> None:
-        """Begins it, if it is due, with a phase in which the trainer works."""
-        if phase in ("forward", "forward_backward") and self.due is not None:
-            self.running, self.due = asyncio.ensure_future(self.due()), None
+        """Begins the evaluation, if it is due, with a phase in which the trainer works."""
+        if phase in ("forward", "forward_backward") and self._due is not None:
+            self._running, self._due = asyncio.ensure_future(self._due()), None
             # If the loop ends by an error, the processes end too, and nothing waits for the evaluation.
-            self.running.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._running.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def over(self) -> None:
-        """Waits for it. Begins it if it is due, as in a step without an update."""
+        """Waits for the evaluation. Begins it if it is due, as in a step without an update."""
         self.begin("forward")
-        if self.running is not None:
-            running, self.running = self.running, None
+        if self._running is not None:
+            running, self._running = self._running, None
             await running
+
+    async def over_before_pull(self, clock: PhaseClock) -> None:
+        """Waits for an evaluation that samples with the weights which a pull replaces: it measures one version.
+
+        The generator samples for training at no other time, so that training rollouts share no batch with it.
+        """
+        if self._where != "apart" and (self._due or self._running):
+            with clock("evaluate"):
+                await self.over()
+
+    async def _record(
+        self, step: int, evaluate: Callable[..., Awaitable[Evaluation]], generator: Generator | None
+    ) -> None:
+        self._log.evaluation(step, await (evaluate() if generator is None else evaluate(generator)))
 
 
 class Run:
     """One run of a loop. Steps count from 1; step 0 is the model before training.
 
     run = Run(config, folder, console)
-    async with run.steps(policy=trainer) as steps:
-        for step in steps:
-            clock = run.begin_step(step)
-            with clock("generate"):
+    async with run.steps(source.evaluate, generator, policy=trainer) as steps:
+        async for step in steps:  # evaluates the model before a step, and saves it after one, when that is due
+            async with run.clock("generate"):
                 groups = ...
             run.end_step(groups, batch, output, update)
-            await run.checkpoint_if_due()
     run.finish()
     """
 
@@ -69,8 +114,8 @@ class Run:
         self.data = restored_position(folder, config)
         """The place in the training data, which checkpoints store: `start = run.data.take(count)`."""
         self._clock = PhaseClock()
-        self._evaluation = _Evaluation()
-        self._where = getattr(config, "evaluation", "between")
+        self._evaluation = _Evaluation(self._log, config)
+        self._values: Mapping[str, Any] = {}
 
     @property
     def log_dir(self) -> Path:
@@ -89,7 +134,7 @@ class Run:
 
     @property
     def restored(self) -> Mapping[str, Any]:
-        """The values that the loop gave to `checkpoint_if_due` with the restored checkpoint; empty in a new run."""
+        """The values that the loop gave to `keep` with the restored checkpoint; empty in a new run."""
         return {} if self._checkpoints is None else self._checkpoints.values
 
     @property
@@ -109,61 +154,55 @@ class Run:
             yield part
         report_progress(text, len(parts), len(parts))
 
-    def steps(self, **trainers: Trainer) -> "Steps":
-        """The steps still to do, as a block: `async with run.steps(policy=trainer) as steps: for step in steps: ...`.
+    def steps(
+        self,
+        evaluate: Callable[..., Awaitable[Evaluation]] | None = None,
+        generator: Generator | None = None,
+        /,
+        **trainers: Trainer,
+    ) -> "Steps":
+        """The steps still to do, as a block: `async with run.steps(...) as steps: async for step in steps: ...`.
 
-        Entering the block restores the newest checkpoint into these trainers; `checkpoint_if_due` saves the same ones,
-        under these names. The steps end early, at `last_step`, once ten in a row gave every rollout the best reward. If
-        the loop's task is cancelled, leaving the block saves the last finished step: the trainers must live until then.
-        Entering raises ValueError for a checkpoint of another model or of other trainers.
+        Entering the block restores the newest checkpoint into these trainers; the same ones are saved, under these
+        names, after every `checkpoint_every` steps. The steps end early, at `last_step`, once ten in a row gave every
+        rollout the best reward. If the loop's task is cancelled, leaving the block saves the last finished step: the
+        trainers must live until then.
+
+        `evaluate` is called with the generator, or without an argument where none is given: before the first step,
+        after every `evaluate_every` steps, and after the last one. Its result is recorded.
+
+        Entering raises ValueError for a checkpoint of another model or of other trainers. Going to the next step raises
+        what saving and evaluating raise: `RecordingError` if the disk is full, and `TrainingStoppedError`, with the run
+        saved, after too many steps in a row without an update.
         """
         self._checkpoints = Checkpoints(self._log, self._config, self.data, **trainers)
-        return Steps(self._checkpoints, self._config.num_steps)
+        self._evaluation.evaluate, self._evaluation.generator = evaluate, generator
+        return Steps(self, self._checkpoints, self._evaluation, self._config.num_steps)
 
-    def begin_step(self, step: int) -> PhaseClock:
-        """Starts the clock of a step: `with clock("generate"): ...` adds to the step's `seconds_generate`."""
+    async def before_step(self, step: int) -> None:
+        """What `Steps` does before a step: evaluates, if that is due, and starts the step's clock."""
+        await self._evaluation.after(step - 1)
         self.data.begin(step)
-        self._clock = PhaseClock(on_begin=self._evaluation.begin)
-        return self._clock
+        self._clock, self._values = PhaseClock(on_begin=self._evaluation.begin), {}
 
-    async def evaluate_if_due(
-        self, step: int, evaluate: Callable[[Generator], Awaitable[Evaluation]], generator: Generator
-    ) -> None:
-        """Evaluates the generator after 0, `evaluate_every`, ... steps, and records the result.
+    @contextlib.asynccontextmanager
+    async def clock(self, phase: str) -> AsyncGenerator[None]:
+        """Adds the time of its block to the step's `seconds_<phase>`: `async with run.clock("generate"): ...`.
 
-        With `evaluation="beside"` it begins with the first phase of the next step in which the trainer works. With
-        "apart" the generator's evaluator pulls its version, and samples while the run continues.
+        Evaluations follow these phases: one beside training begins with "forward" or "forward_backward", when the
+        generator has nothing else to do, and is over before "pull", since it measures one version of the weights.
         """
+        if phase == "pull":
+            await self._evaluation.over_before_pull(self._clock)
+        with self._clock(phase):
+            yield
 
-        async def evaluation() -> None:
-            self.log_evaluation(step, await evaluate(generator))
+    def keep(self, **values: Any) -> None:
+        """What else the loop needs to continue after this step; a resumed run finds it in `restored`.
 
-        if step % self._config.evaluate_every:
-            return
-        if self._where == "apart":
-            from controller.handles.generator_router import evaluator_of  # loads Monarch
-
-            await self._evaluation.over()  # the one before
-            generator = await evaluator_of(generator)
-        self._evaluation.due = evaluation
-        if self._where == "apart":
-            self._evaluation.begin("forward")
-        if self._where == "between":
-            await self._evaluation.over()
-
-    async def evaluate_last(self, evaluate: Callable[[Generator], Awaitable[Evaluation]], generator: Generator) -> None:
-        """Evaluates the generator after the last step, and records the result."""
-        await self._evaluation.over()
-        self.log_evaluation(self.last_step, await evaluate(generator))
-
-    async def evaluated(self) -> None:
-        """Waits until the evaluation that is due is over. A loop awaits it before a pull: it measures one version.
-
-        The generator samples for training at no other time, so that training rollouts share no batch with it.
+        JSON types, and lists of groups. The end of the step raises ValueError for a value of another type.
         """
-        if self._where != "apart" and (self._evaluation.due or self._evaluation.running):
-            with self._clock("evaluate"):
-                await self._evaluation.over()
+        self._values = values
 
     def end_step(
         self,
@@ -186,27 +225,13 @@ class Run:
         """Records a step that had nothing to learn from, and why."""
         self._log.step_without_signal(self.data.step, self._clock, groups, why)
 
-    async def checkpoint_if_due(self, **values: Any) -> None:
-        """Saves a checkpoint if the configuration asks for one after this step.
-
-        `values` (JSON types, and lists of groups) are what else the loop needs to continue; a resumed run finds them in
-        `restored`. Waits while the recording of rollouts is behind. Raises `RecordingError` if the disk is full,
-        ValueError for a value of another type, and `TrainingStoppedError`, with the run saved, after too many steps in
-        a row without an update.
-        """
-        assert self._checkpoints is not None, "Run.steps names the trainers to save; enter it before the first step"
-        await self.evaluated()
+    async def after_step(self) -> None:
+        """What `Steps` does after a step: saves a checkpoint, if that is due, once the evaluation is over."""
+        assert self._checkpoints is not None
+        await self._evaluation.over_before_pull(self._clock)
         if self._checkpoints.saves_after(self.data.step):
             await self._evaluation.over()  # a run that resumes there has its result
-        await self._checkpoints.after_step(self.data.step, **values)
-
-    def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """Records the reward on held-out problems after `step` steps. An evaluation without problems is ignored."""
-        self._log.evaluation(step, evaluation)
-
-    def log_measurements(self, step: int, **measurements: Measurement) -> None:
-        """Records measurements on held-out data after `step` steps, by name, the most telling first."""
-        self._log.measurements(step, measurements)
+        await self._checkpoints.after_step(self.data.step, **self._values)
 
     def finish(self) -> None:
         """Draws the curves and prints samples and the sentence that says what the run achieved."""
@@ -221,9 +246,11 @@ class Steps:
     last finished step, provided that the trainers still have its parameters.
     """
 
-    def __init__(self, checkpoints: Checkpoints, num_steps: int) -> None:
+    def __init__(self, run: Run, checkpoints: Checkpoints, evaluation: _Evaluation, num_steps: int) -> None:
         """`num_steps` is the last step of the run."""
+        self._run = run
         self._checkpoints = checkpoints
+        self._evaluation = evaluation
         self._num_steps = num_steps
         self._exempted = contextlib.ExitStack()
         self.remaining = range(1, num_steps + 1)
@@ -239,6 +266,7 @@ class Steps:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._exempted.close()
+        self._evaluation.evaluate = self._evaluation.generator = None  # they refer to the run, which is free then
         if error is not None:
             self._checkpoints.folder.loop_failed()
         if isinstance(error, asyncio.CancelledError):
@@ -248,9 +276,12 @@ class Steps:
         elif error is None:
             await self._checkpoints.finish()
 
-    def __iter__(self) -> Iterator[int]:
+    async def __aiter__(self) -> AsyncGenerator[int]:
         """Ends after the last step, and earlier once the run is solved."""
         for step in self.remaining:
             if self._checkpoints.solved:
-                return
+                break
+            await self._run.before_step(step)
             yield step
+            await self._run.after_step()
+        await self._evaluation.after_last(self._checkpoints.last_step)

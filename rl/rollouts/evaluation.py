@@ -37,7 +37,8 @@ _UNKNOWN = Interval(mean=math.nan, low=math.nan, high=math.nan)
 class Evaluation:
     """One pass over the held-out problems."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[Group, ...] = ()
+    """Of each held-out problem; none where only `measurements` were made."""
     best_reward: float = 1.0
     """The environment's best reward, from which on an answer counts as right."""
     best_rewards: tuple[float, ...] = ()
@@ -46,6 +47,8 @@ class Evaluation:
     """For each problem with a rollout, the mean reward of the answer that was given most often; empty if unknown."""
     others: Mapping[str, "Evaluation"] = field(default_factory=dict[str, "Evaluation"])
     """Evaluations of further held-out sets by name, at the same weights."""
+    measurements: Mapping[str, "Measurement"] = field(default_factory=dict[str, "Measurement"])
+    """What else was measured on held-out data, by name, the most telling first."""
 
     @property
     def sets(self) -> Mapping[str, "Evaluation"]:

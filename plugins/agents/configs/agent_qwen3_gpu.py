@@ -4,7 +4,7 @@ from pathlib import Path
 
 from generator.config import GeneratorConfig
 from ownloop_agents.agent_loop import AgentConfig
-from ownloop_agents.open_session import SessionLimits
+from ownloop_agents.endpoint import SessionLimits
 from ownloop_agents.programs import Program
 from ownloop_agents.repair import Repair
 from rl.types import SamplingParams

@@ -2,8 +2,8 @@
 
 from generator.config import GeneratorConfig
 from ownloop_agents.agent_loop import AgentConfig
+from ownloop_agents.endpoint import SessionLimits
 from ownloop_agents.look_up import LookUp
-from ownloop_agents.open_session import SessionLimits
 from rl.system.hardware import cpu_dtype
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig

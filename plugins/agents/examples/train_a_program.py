@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from controller.launching.launcher import launch
-from controller.runs.models import resolve_model
+from controller.runs import resolve_model
 from generator.config import GeneratorConfig
 from ownloop_agents.endpoint import SessionLimits, agent_endpoint
 from ownloop_agents.look_up import LookUp

@@ -53,37 +53,33 @@ async def train(config: AgentConfig, folder: RunFolder, console: Console) -> Non
     run.phase("starting trainer and generator")
     async with (
         launch(model, config.trainer, config.generator, run.log_dir, config.hosts) as (trainer, generator),
-        run.steps(policy=trainer) as steps,
+        run.steps(evaluate, policy=trainer) as steps,
         agent_endpoint(generator, config.sampling, config.limits, tool_parser=config.tool_parser) as endpoint,
     ):
         # the generator begins with the trainer's weights, also after a resume
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
-        for step in steps:
-            if (step - 1) % config.evaluate_every == 0:  # before the first step too
-                run.log_evaluation(step - 1, await evaluate())
-            clock, count = run.begin_step(step), config.prompts_per_step
+        async for step in steps:
+            count = config.prompts_per_step
             tasks = env.train_problems(config.seed, run.data.take(count), count)
-            with clock("generate"):
+            async with run.clock("generate"):
                 size, seed = config.group_size, step_seed(config.seed, step)
                 groups = await run_agents(endpoint, env.program, tasks, env.reward, num_samples=size, seed=seed)
             batch = [datum for group in groups for datum in sessions_to_data(group, advantage)]
             rollouts = [group.as_group() for group in groups]
             record_sessions(folder, step, groups)  # in the background, before the update can fail
             if batch:  # empty if no task had two different rewards
-                with clock("forward_backward"):
+                async with run.clock("forward_backward"):
                     data, scale = config.normalised(batch)  # of all sessions
                     output = await trainer.forward_backward(data, config.loss, config.loss_config)
-                with clock("optim_step"):
+                async with run.clock("optim_step"):
                     update = await trainer.optim_step(config.optim(learning_rate(step - 1)), grad_scale=scale)
-                with clock("push"):
+                async with run.clock("push"):
                     version = await trainer.push_model_state_dict()
-                with clock("pull"):
+                async with run.clock("pull"):
                     await generator.pull_model_state_dict(version)
                 run.end_step(rollouts, batch, output, update, session_metrics(groups))
             else:
                 run.end_step_without_update(rollouts)
-            await run.checkpoint_if_due()
 
-        run.log_evaluation(run.last_step, await evaluate())
         await trainer.export_hf(run.model_dir)
     run.finish()

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from controller.commands.saved_recipe import command_of
-from controller.runs import Console, LoopConfig, Run
+from controller.runs import Console, LoopConfig
 from controller.runs.folder import RunFolder
+from controller.runs.step_log import StepLog
 from ownloop_report.page import ReportWriter, describe_host, write_report
-from rl.rollouts.evaluation import Measurement
+from rl.rollouts.evaluation import Evaluation, Measurement
 from rl.system.disk import RecordingError
 from rl.system.timeline import Timeline
 from tests.controller.commands.sown_secrets import run_with_secrets
@@ -138,9 +139,9 @@ def test_another_schema_is_refused(schema: int | None, found: int, tmp_path: Pat
 def test_a_run_ends_with_its_curves(tmp_path: Path) -> None:
     config = LoopConfig(model="none", trainer=TrainerConfig(), num_steps=4, learning_rate=1e-3)
     folder = RunFolder(tmp_path / "a", config)
-    run = Run(config, folder, Console(io.StringIO()))
+    log = StepLog(folder, Console(io.StringIO()), config.num_steps)
     for step, loss in ((0, 2.0), (4, 1.0)):
-        run.log_measurements(step, loss=Measurement(values=np.full(3, loss)))
-    run.finish()
+        log.evaluation(step, Evaluation(measurements={"loss": Measurement(values=np.full(3, loss))}))
+    log.finish()
     assert (folder.path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "<html" in (folder.path / "report.html").read_text()

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from controller.handles.adapters import BoundGenerator
 from controller.launching.launcher import Launcher
-from controller.runs.models import resolve_model
+from controller.runs import resolve_model
 from generator.config import GeneratorConfig, LoRALimits
 from ownloop_shelf.published_advantages import RoleBaselines
 from ownloop_shelf.self_play import Move, Player, Result, matches_to_data, play_matches
-from rl import Renderer, token_mean
 from rl.lora import LoRAConfig
+from rl.losses import token_mean
+from rl.rollouts.rendering import Renderer
 from rl.types import AdamParams, SamplingParams
 from trainer.config import TrainerConfig
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 
 from controller.handles.offline import OfflineGeneratorConfig
 from controller.launching.launcher import Launcher
-from controller.runs import Console, Loop, RolloutLoopConfig, RolloutSource, Run, RunFolder, TrainerConfig
+from controller.runs import Console, Loop, RolloutLoopConfig, RolloutSource, Run, RunFolder
 from ownloop_shelf.distillation import Lesson, Teachers, eval_kl
 from rl.losses import token_mean
 from rl.rollouts.episodes import step_seed
+from rl.rollouts.evaluation import Evaluation
 from rl.schedules import constant, warmup
 from rl.types import PathOrName
+from trainer.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +49,13 @@ async def train(config: DistillConfig, folder: RunFolder, console: Console) -> N
     paths = [source.resolve_teacher(name) for name in names]
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
 
-    async def evaluate(step: int) -> None:
-        if lesson.hint != "peer":  # a single answer has none
-            seeded = replace(source.sampling, seed=step_seed(config.seed, 0))
-            run.log_measurements(step, kl_to_teacher=await eval_kl(teachers, source.eval_problems, seeded))
-        run.log_evaluation(step, await source.evaluate(generator))
+    async def evaluate() -> Evaluation:
+        evaluation = await source.evaluate(generator)
+        if lesson.hint == "peer":  # a single answer has none
+            return evaluation
+        seeded = replace(source.sampling, seed=step_seed(config.seed, 0))
+        kl = await eval_kl(teachers, source.eval_problems, seeded)
+        return replace(evaluation, measurements={"kl_to_teacher": kl})
 
     run.phase("starting trainer, teachers and generator")
     async with Launcher(run.log_dir, config.hosts) as launcher:
@@ -61,30 +65,25 @@ async def train(config: DistillConfig, folder: RunFolder, console: Console) -> N
             *(launcher.trainer(path, config.teacher_trainer, name=f"teacher{i or ''}") for i, path in enumerate(paths)),
         )
         teachers = Teachers(lesson, config.teacher, frozen, trainer, generator, source.renderer, source.model)
-        async with run.steps(policy=trainer) as steps:
+        async with run.steps(evaluate, policy=trainer) as steps:
             await generator.pull_model_state_dict(await trainer.push_model_state_dict())
-            for step in steps:
-                if (step - 1) % config.evaluate_every == 0:
-                    await evaluate(step - 1)
-                clock = run.begin_step(step)
-                with clock("generate"):
+            async for step in steps:
+                async with run.clock("generate"):
                     groups = await source.sample(generator, step, config.group_size)
-                with clock("forward"):
+                async with run.clock("forward"):
                     graded = await teachers.grade(groups, source.problems)
                 if graded.batch:
-                    with clock("forward_backward"):
+                    async with run.clock("forward_backward"):
                         output = await trainer.forward_backward(graded.batch, lesson.loss)
-                    with clock("optim_step"):
+                    async with run.clock("optim_step"):
                         params = config.optim(learning_rate(step - 1))
                         update = await trainer.optim_step(params, token_mean(graded.sampled))
-                    with clock("push"):
+                    async with run.clock("push"):
                         version = await trainer.push_model_state_dict()
-                    with clock("pull"):
+                    async with run.clock("pull"):
                         await generator.pull_model_state_dict(version)
                     run.end_step(groups, graded.batch, output, update, graded.metrics(output))
                 else:
                     run.end_step_without_update(groups, why="no rollout has a sampled token and a hint")
-                await run.checkpoint_if_due()
-            await evaluate(run.last_step)
             await trainer.export_hf(run.model_dir)
     run.finish()

@@ -47,17 +47,15 @@ def steps_done(config: Config, folder: RunFolder, *steps: float | None) -> tuple
 
     async def page() -> None:
         async with run.steps(policy=cast(Trainer, FileTrainer())) as remaining:
-            for step in remaining:
-                clock = run.begin_step(step)
+            async for step in remaining:
                 reward = steps[step - 1]
                 if reward is None:
-                    with clock("optim_step"):
+                    async with run.clock("optim_step"):
                         await asyncio.sleep(0)
                     end_step(run, step)
                 else:
                     run.end_step_without_update([group(reward, reward), group(reward)])
                 done.append(step)
-                await run.checkpoint_if_due()
             assert run.last_step == (done[-1] if done else len(folder.metrics()))
         run.finish()
 

@@ -195,7 +195,8 @@ def test_the_last_sentence_of_a_resumed_run_says_since_when(tmp_path: Path) -> N
 def test_what_was_measured_once_is_compared_with_nothing(tmp_path: Path) -> None:
     step_log, _, stream = _step_log(tmp_path)
     step_log.evaluation(8, Evaluation(groups=tuple(_group(float(i < 3)) for i in range(10))))
-    step_log.measurements(8, {"loss": Measurement(values=np.array([1.0, 3.0]), weights=np.ones(2))})
+    loss = Measurement(values=np.array([1.0, 3.0]), weights=np.ones(2))
+    step_log.evaluation(8, Evaluation(measurements={"loss": loss}))
     step_log.finish()
     last = stream.getvalue().rstrip().splitlines()[-1]
     assert last.startswith("Held-out loss is 2.000 (95 % interval [")

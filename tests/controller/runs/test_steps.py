@@ -55,8 +55,7 @@ def stopped_in(
 
     async def page() -> None:
         async with run.steps(policy=cast(Trainer, trainer)) as steps:
-            for number in steps:
-                run.begin_step(number)
+            async for number in steps:
                 if number == step:
                     trainer.value += updated
                     folder.log_metrics({"step": 99.0})  # as an evaluation before the step does
@@ -66,7 +65,7 @@ def stopped_in(
                 await asyncio.sleep(0)
                 trainer.value += 1
                 folder.log_metrics({"step": float(number)})
-                await run.checkpoint_if_due(done=number)
+                run.keep(done=number)
 
     async def main() -> None:
         nonlocal task
@@ -100,11 +99,13 @@ def test_the_values_of_a_step_are_kept_as_they_were(tmp_path: Path) -> None:
     run = Run(CONFIG, folder, Console(io.StringIO()))
 
     async def page() -> None:
-        async with run.steps(policy=cast(Trainer, FileTrainer())):
-            run.begin_step(1)
-            await run.checkpoint_if_due(state=state, groups=[], count=np.int64(3))
-            state["seen"].append(1)  # in the step after it
-            raise KeyError("answer")
+        async with run.steps(policy=cast(Trainer, FileTrainer())) as steps:
+            async for step in steps:
+                if step == 1:
+                    run.keep(state=state, groups=[], count=np.int64(3))
+                else:
+                    state["seen"].append(1)
+                    raise KeyError("answer")
 
     with pytest.raises(KeyError):
         asyncio.run(page())
@@ -117,11 +118,11 @@ def test_a_value_that_json_would_change_is_refused(value: object, tmp_path: Path
     run = Run(CONFIG, RunFolder(tmp_path / "a", CONFIG), Console(io.StringIO()))
 
     async def page() -> None:
-        async with run.steps(policy=cast(Trainer, FileTrainer())):
-            run.begin_step(1)
-            await run.checkpoint_if_due(state=value)
+        async with run.steps(policy=cast(Trainer, FileTrainer())) as steps:
+            async for _ in steps:
+                run.keep(state=value)
 
-    with pytest.raises(ValueError, match=r"checkpoint_if_due: state is .*; it must be of JSON types"):
+    with pytest.raises(ValueError, match=r"Run.keep: state is"):
         asyncio.run(page())
 
 

@@ -4,14 +4,14 @@ import asyncio
 import io
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
 
 from controller.runs import Console, LoopConfig, Run, RunFolder
 from controller.runs.metric_rows import is_timing
-from rl.protocols import Generator, Trainer
+from rl.protocols import Trainer
 from rl.rollouts.evaluation import Evaluation, Measurement
 from rl.types import Datum, ForwardBackwardOutput, OptimStepOutput
 from tests.controller.runs.test_checkpoints import FileTrainer
@@ -37,15 +37,14 @@ async def _loop(run: Run, trainer: FileTrainer, last: int) -> None:
     """What a page does, up to step `last`."""
     async with run.steps(policy=cast(Trainer, trainer)) as steps:
         total: int = run.restored.get("total", 0)
-        for step in steps:
+        async for step in steps:
             if step > last:
                 break
-            clock = run.begin_step(step)
-            with clock("optim_step"):
+            async with run.clock("optim_step"):
                 total += step
             trainer.value = total
             end_step(run, step, total=total)
-            await run.checkpoint_if_due(total=total)
+            run.keep(total=total)
 
 
 def test_a_loop_goes_on_with_its_trainers_and_its_own_values(tmp_path: Path) -> None:
@@ -74,11 +73,21 @@ def test_a_loop_goes_on_with_its_trainers_and_its_own_values(tmp_path: Path) -> 
 def test_evaluations_are_of_the_steps_before_them(tmp_path: Path) -> None:
     folder, stream = RunFolder(tmp_path / "a", CONFIG), io.StringIO()
     run = Run(CONFIG, folder, Console(stream))
-    run.log_evaluation(0, Evaluation(groups=()))  # a recording has no held-out problems
-    for step, loss in ((0, 2.0), (4, 1.0)):
-        run.log_measurements(step, loss=Measurement(values=np.full(3, loss)))
+    losses = iter((2.0, 1.0))
+
+    async def evaluate() -> Evaluation:
+        return Evaluation(measurements={"loss": Measurement(values=np.full(3, next(losses)))})
+
+    async def page() -> None:
+        async with run.steps(evaluate, policy=cast(Trainer, FileTrainer())) as steps:
+            async for step in steps:
+                async with run.clock("optim_step"):
+                    await asyncio.sleep(0)
+                end_step(run, step)
+
+    asyncio.run(page())
     run.finish()
-    assert [(row["step"], row["eval_loss"]) for row in folder.metrics()] == [(0, 2), (4, 1)]
+    assert [(row["step"], row["eval_loss"]) for row in folder.metrics() if "eval_loss" in row] == [(0, 2), (4, 1)]
     assert "Held-out loss went from 2.000 to 1.000" in stream.getvalue()
 
 
@@ -93,13 +102,6 @@ def test_a_configuration_that_names_no_loop_says_so() -> None:
         ValueError, match=r"LoopConfig has no method loop\(\), which returns the function to train with"
     ):
         CONFIG.loop()
-
-
-def test_a_page_that_forgets_its_steps_is_told(tmp_path: Path) -> None:
-    run: Any = Run(CONFIG, RunFolder(tmp_path / "a", CONFIG), Console(io.StringIO()))
-    run.begin_step(1)
-    with pytest.raises(AssertionError, match=r"Run\.steps names the trainers to save"):
-        asyncio.run(run.checkpoint_if_due())
 
 
 @pytest.mark.parametrize("loop", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dapo", "ppo"))])
@@ -136,12 +138,12 @@ def test_an_evaluation_is_over_before_a_save(tmp_path: Path, where: str) -> None
     )
     run, happened = Run(config, RunFolder(tmp_path / "a", config), Console(io.StringIO())), list[str]()
 
-    async def evaluate(_: Generator) -> Evaluation:
+    async def evaluate() -> Evaluation:
         happened.append("begins")
         for _turn in range(9):  # turns of the event loop; a step takes one or two
             await asyncio.sleep(0)
         happened.append("ends")
-        return Evaluation(groups=())
+        return Evaluation()
 
     class Saves(FileTrainer):
         async def save_checkpoint(self, path: Path, *, asynchronous: bool = False) -> None:
@@ -149,24 +151,20 @@ def test_an_evaluation_is_over_before_a_save(tmp_path: Path, where: str) -> None
             await super().save_checkpoint(path, asynchronous=asynchronous)
 
     async def main() -> None:
-        async with run.steps(policy=cast(Trainer, Saves())) as steps:
-            for step in steps:
-                await run.evaluate_if_due(step - 1, evaluate, cast(Generator, None))
-                clock = run.begin_step(step)
-                with clock("generate"):
+        async with run.steps(evaluate, policy=cast(Trainer, Saves())) as steps:
+            async for step in steps:
+                async with run.clock("generate"):
                     await asyncio.sleep(0)
                     happened.append("sampled")
                 if step != 4:  # which makes no update
-                    with clock("forward_backward"):
+                    async with run.clock("forward_backward"):
                         await asyncio.sleep(0)
                         happened.append("trained")
-                    await run.evaluated()
-                    happened.append("pulled")
+                    async with run.clock("pull"):
+                        happened.append("pulled")
                     end_step(run, step)
                 else:
                     run.end_step_without_update()
-                await run.checkpoint_if_due()
-            await run.evaluate_last(evaluate, cast(Generator, None))
 
     asyncio.run(main())
     step, last = ["sampled", "trained", "pulled"], ["sampled", "saved", "begins", "ends"]
