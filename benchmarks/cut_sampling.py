@@ -1,12 +1,12 @@
-"""Time of sampling with a cut of the vocabulary, against sampling from all words: of generation, and of the sampler.
+"""Time of sampling with a cut of the vocabulary, against sampling from all tokens: of generation, and of the sampler.
 
     python -m benchmarks.cut_sampling [--quick | --smoke] [--rounds N] [--threads N] [--dtype D]
 
-A generator of SmolLM2 samples 64 requests of 64 new tokens at temperature 0.7, from all words and with top-p 0.9, which
-keeps at most 512 words. The two take turns, and who begins alternates between rounds. No prompt comes twice. The kept
-words of every token come back with the completions. Bar: with the cut, sampling takes at most 1.4 times as long, as the
-median of the rounds' ratios. The sampler's own time for a step of as many sequences is measured too, without a bar.
-"""
+A generator of SmolLM2 samples 64 requests of 64 new tokens at temperature 0.7, from the whole vocabulary and with top-p
+0.9, which keeps at most 512 tokens. The two take turns, and who begins alternates between rounds. No prompt comes
+twice. The kept tokens of every token come back with the completions. Bar: with the cut, sampling takes at most 1.4
+times as long, as the median of the rounds' ratios. The sampler's own time for a step of as many sequences is measured
+too, without a bar."""
 
 import argparse
 import asyncio

@@ -13,10 +13,10 @@ REASONER = "ownloop_reasoner"
 
 
 def patch_masks() -> None:
-    """Has vLLM leave kept words in arrays.
+    """Has vLLM leave kept tokens in arrays.
 
-    It makes a Python number of each, which takes 36 bytes: 2.2 GB for 256 samples of 4,000 tokens of 60 words. With the
-    patch, `SamplingMask.token_ids` holds a `SamplingMaskLists` for each step.
+    It makes a Python number of each, which takes 36 bytes: 2.2 GB for 256 samples of 4,000 tokens of 60 kept ids. With
+    the patch, `SamplingMask.token_ids` holds a `SamplingMaskLists` for each step.
 
     Remove when vLLM returns arrays.
     """

@@ -13,7 +13,7 @@ from generator.engine_calls import EngineStatus
 from generator.openai_calls import OpenAICall, OpenAIRequests
 from rl.lora import LivePolicy, Policy
 from rl.system.disk import OwnedFolder
-from rl.system.hardware import Heap, import_for_good, without_garbage_collection
+from rl.system.hardware import Heap, import_and_freeze, without_garbage_collection
 from rl.system.hf_config import find_family, read_config
 from rl.types import Completion, PullMode, SamplingParams
 from rl.weights.versions import VersionRecord, WeightsError, find_record
@@ -32,7 +32,7 @@ class VLLMGenerator(Actor):
         if (family := find_family(model)) is not None and family.prepare_process:
             resolve_name(family.prepare_process)(model["architectures"][0])
         # Imported here, because the controller imports this module too and vLLM takes seconds to import.
-        import_for_good("generator.engine")
+        import_and_freeze("generator.engine")
         from generator.engine import GenerationEngine
 
         with without_garbage_collection(), self._temporary.takes_temporary_files():

@@ -153,7 +153,7 @@ class GeneratorConfig:
     deadlines: Deadlines = field(default_factory=Deadlines)
     """How long calls, and steps of the engine, may take before the replica counts as hung."""
     kept_sets: bool = False
-    """Whether GPUs return the words that a cut (top-k, top-p, min-p) has left for every token. A loop sets it if its
+    """Whether GPUs return the tokens that a cut (top-k, top-p, min-p) has left for every token. A loop sets it if its
     sampling cuts; a CPU returns them in any case. Greedy log-probs of GPUs are then 0."""
     routes: bool = False
     """Whether completions of a mixture have the experts that its layers chose. A loop sets it by its own `routes`."""

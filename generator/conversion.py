@@ -59,9 +59,9 @@ def unknown_policy(policy: Policy, known: Iterable[Policy]) -> ValueError:
 
 
 def bounded(sampling: SamplingParams, vocab_size: int, *, masks_all: bool) -> SamplingParams:
-    """The request as vLLM has to be asked, if kept words are to be returned.
+    """The request as vLLM has to be asked, if kept tokens are to be returned.
 
-    For a top-k of the whole vocabulary it would return none, so the least probable word is left out. With `masks_all`,
+    For a top-k of the whole vocabulary it would return none, so the least probable token is left out. With `masks_all`,
     an engine of vLLM's option `return_sampling_mask`, it refuses greedy and uncut requests. Raises ValueError for a
     stop token that the model does not have.
     """
@@ -146,7 +146,7 @@ def to_completion(
 
 
 def kept_sets(steps: Sequence[Any]) -> KeptSets | None:
-    """The words that were kept, by steps of one token or more (`_compat.patch_masks`); None if nothing was cut off."""
+    """The tokens that were kept, by steps of one token or more (`_compat.patch_masks`); None if nothing was cut off."""
     ids = np.concatenate([step.token_ids for step in steps])
     counts = [n for step in steps for n in ([len(step.token_ids)] if step.offsets is None else np.diff(step.offsets))]
     return KeptSets(ids, np.cumsum([0, *counts], dtype=np.int64)).compact() if len(ids) else None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl.lora import Policy
-from rl.system.hardware import import_for_good
+from rl.system.hardware import import_and_freeze
 
 if TYPE_CHECKING:  # the imports would load vLLM
     from generator.engine import GenerationEngine
@@ -107,7 +107,7 @@ class OpenAIRequests:
 
     async def _serving_for(self, *names: str) -> "OpenAIServing":
         def build() -> "OpenAIServing":
-            import_for_good("generator.openai_serving")
+            import_and_freeze("generator.openai_serving")
             from generator.openai_serving import find_serving
 
             name, tool_parser, reasoning_parser = names

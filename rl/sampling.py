@@ -1,6 +1,6 @@
-"""How tokens are sampled, and which words a cut of the vocabulary (top-k, top-p, min-p) has kept for each of them.
+"""How tokens are sampled, and which tokens a cut of the vocabulary (top-k, top-p, min-p) has kept for each of them.
 
-The log-prob of a token is that among its kept words. Legend: N tokens, K kept words of all of them together.
+The log-prob of a token is that among its kept tokens. Legend: N tokens, K kept tokens of all of them together.
 """
 
 from collections.abc import Sequence
@@ -47,8 +47,8 @@ class SamplingParams:
     prompt_logprobs: bool = False
     """Also returns log-probs of the prompt's tokens. The prefix cache is then not used for the prompt."""
     topk_prompt_logprobs: int = 0
-    """As `prompt_logprobs`, of so many most probable tokens at every position too, at most 20; -1 stands for all words,
-    which the option `max_logprobs` of vLLM has to allow. Not recorded."""
+    """As `prompt_logprobs`, of so many most probable tokens at every position too, at most 20; -1 stands for all
+    tokens, which the option `max_logprobs` of vLLM has to allow. Not recorded."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
@@ -61,7 +61,7 @@ class SamplingParams:
             "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
             "topk_prompt_logprobs": (
                 -1 <= self.topk_prompt_logprobs <= MAX_TOPK_LOGPROBS,
-                f"from 0 to {MAX_TOPK_LOGPROBS}, or -1 for all words",
+                f"from 0 to {MAX_TOPK_LOGPROBS}, or -1 for all tokens",
             ),
         }
         for name, (fits, accepted) in bounds.items():
@@ -89,10 +89,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptSets:
-    """N sets of words, one after the other. An empty set stands for the whole vocabulary: nothing was cut off."""
+    """N sets of tokens, one after the other. An empty set stands for the whole vocabulary: nothing was cut off."""
 
     ids: Ids
-    """[K] the words, rising within each set."""
+    """[K] the tokens, rising within each set."""
     starts: NDArray[np.int64]
     """[N + 1] where each set begins in `ids`, and the end of the last one."""
 
@@ -103,7 +103,7 @@ class KeptSets:
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[int] | Ids]) -> "KeptSets":
-        """Of sets whose words rise."""
+        """Of sets whose tokens rise."""
         counts = [len(each) for each in sets]
         ids = np.concatenate([np.asarray(each, np.int64) for each in sets]) if any(counts) else np.zeros(0, np.int64)
         return cls(ids, np.cumsum([0, *counts], dtype=np.int64)).compact()
@@ -125,12 +125,12 @@ class KeptSets:
         return np.array_equal(self.starts, other.starts) and np.array_equal(self.ids, other.ids)
 
     def __hash__(self) -> int:
-        """Of the words."""
+        """Of the tokens."""
         return hash((self.ids.astype(np.int64).tobytes(), self.starts.tobytes()))
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """[N] the number of words in each set."""
+        """[N] the number of tokens in each set."""
         return np.diff(self.starts)
 
     def take(self, indices: NDArray[np.int64]) -> "KeptSets":
@@ -165,9 +165,9 @@ class KeptSets:
             return f"has starts that do not rise from 0 to the number of its ids, {len(self.ids)}"
         ids, owners = self.ids.astype(np.int64), np.repeat(np.arange(len(self)), self.counts)
         if len(wrong := np.flatnonzero((ids < 0) | (ids >= vocab_size))):
-            return f"has the word {ids[wrong[0]]}; token ids are between 0 and {vocab_size - 1}"
+            return f"has the token {ids[wrong[0]]}; token ids are between 0 and {vocab_size - 1}"
         if len(wrong := np.flatnonzero((np.diff(ids) <= 0) & (np.diff(owners) == 0))):
-            return f"has a set, at {owners[wrong[0]]}, whose words do not rise"
+            return f"has a set, at {owners[wrong[0]]}, whose tokens do not rise"
         found = np.bincount(owners[ids == targets[owners]], minlength=len(self))
         if len(wrong := np.flatnonzero((self.counts > 0) & (found == 0))):
             return f"has a set, at {wrong[0]}, without the token {targets[wrong[0]]} that was sampled from it"

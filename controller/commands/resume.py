@@ -20,6 +20,7 @@ from typing import Any, cast, get_type_hints
 from controller.commands.recipes import load_recipe, override
 from controller.commands.saved_recipe import RECIPE_FILE, saved_recipe
 from controller.handles.offline import OfflineGeneratorConfig
+from controller.launching.hosts import Tell
 from controller.runs.checkpoints import check_position
 from controller.runs.folder import (
     CONFIG_FILE,
@@ -35,7 +36,7 @@ from controller.runs.folder import (
     write_json,
 )
 from controller.runs.loop_config import ABSENT, differences
-from controller.runs.models import HubName, Tell, pinned, resolve_model
+from controller.runs.models import HubName, pinned, resolve_model
 from controller.runs.recording import RecordedEnv, recorded_files
 from generator.config import GeneratorConfig
 from rl.losses import get_loss

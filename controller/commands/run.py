@@ -231,6 +231,6 @@ def _explain(error: BaseException, folder: "RunFolder", output: CapturedOutput) 
 
 def _saved(folder: "RunFolder") -> str:
     """The content of the folder, and how to continue."""
-    from controller.commands.saved_recipe import how_to_go_on
+    from controller.commands.saved_recipe import resume_hint
 
-    return f"{folder.saved()}\n{how_to_go_on(folder.path)}"
+    return f"{folder.saved()}\n{resume_hint(folder.path)}"

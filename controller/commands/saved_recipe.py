@@ -58,7 +58,7 @@ def saved_recipe(folder: Path) -> dict[str, Any]:
     return recipe
 
 
-def how_to_go_on(folder: Path) -> str:
+def resume_hint(folder: Path) -> str:
     """One line for the user. `folder` is a run that `ownloop run` started."""
     if complete_checkpoints(folder / "checkpoints"):
         return f"to continue: {shlex.join(['ownloop', 'run', '--resume', str(folder)])}"

@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from controller.launching.hosts import kept
+from controller.launching.hosts import Tell, kept
 from controller.launching.launcher import Launcher
 from controller.processes.errors import TrainingStoppedError
 from controller.runs.folder import LOOP_FILE, RunFolder, complete_checkpoints, is_checkpoint
 from controller.runs.loop_config import LoopConfig
-from controller.runs.models import Tell, resolve_model
+from controller.runs.models import resolve_model
 from controller.runs.recording import write_rollouts
 from controller.runs.step_log import EQUAL_REWARDS, StepLog
 from rl.checks import check_empty_folder

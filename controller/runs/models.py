@@ -17,15 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from controller.launching.hosts import Tell
 from rl.checks import did_you_mean
 from rl.rollouts.tokenizer import load_tokenizer
 from rl.system.disk import cache_directory
 from rl.system.hf_config import check_architecture, inspect_model
 from rl.system.model_files import INDEX_FILE, OTHER_PATTERNS, SINGLE_FILE, TEMPLATES_FOLDER, indexed_names
 from rl.system.plugins import how_to_install
-
-Tell = Callable[[str], None]
-"""Is called with a short message during slow work."""
 
 
 def _silent(text: str) -> None:

@@ -1,7 +1,7 @@
-"""Samples tokens on the CPU, and returns the words that a cut has left for each: a patch of vLLM 0.32.
+"""Samples tokens on the CPU, and returns the tokens that a cut has left for each: a patch of vLLM 0.32.
 
-Nothing is patched when this module is imported. Legend: N samples, V words of the vocabulary, K words at most that the
-top-k of any of these samples leaves, n samples whose distribution is cut.
+Nothing is patched when this module is imported. Legend: N samples, V tokens of the vocabulary, K tokens at most that
+the top-k of any of these samples leaves, n samples whose distribution is cut.
 
 vLLM's own way from here on: the runner's output -> the scheduler cuts it by request -> the output's `sampling_mask`.
 """
@@ -21,8 +21,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 sample_tokens: Any = GPUModelRunner.sample_tokens
-_BLOCK_WORDS = 128
-_GROUP_WORDS = 32
+_BLOCK_TOKENS = 128
+_GROUP_TOKENS = 32
 _LOWEST = torch.finfo(torch.float32).min
 _LOG2_E = 1 / math.log(2)
 
@@ -30,8 +30,8 @@ _LOG2_E = 1 / math.log(2)
 def patch_sampling() -> None:
     """Has the CPU sample with one random number, cut without sorting the vocabulary, and return what was kept.
 
-    vLLM's kernel draws a random number for each word of the vocabulary and takes two logarithms of it (the Gumbel-max
-    trick). For 128 samples of a vocabulary of 49,152 words that takes 22 ms on two cores, and `sample` takes 3. For a
+    vLLM's kernel draws a random number for each token of the vocabulary and takes two logarithms of it (the Gumbel-max
+    trick). For 128 samples of a vocabulary of 49,152 tokens that takes 22 ms on two cores, and `sample` takes 3. For a
     top-p vLLM sorts the vocabulary, in 200 ms, and `cut` takes 10. vLLM's `return_sampling_mask` needs its other model
     runner, which needs Triton.
 
@@ -68,71 +68,71 @@ def _forward_cpu(
 
     Leaves the kept sets in `self.kept`. The log-probs take the place of the logits.
     """
-    num_rows, num_words = logits.shape
+    num_rows, vocab_size = logits.shape
     uniform = torch.rand(num_rows, dtype=torch.float64)
     for row, generator in generators.items():
         uniform[row] = _draw(generator)
-    k = torch.full((num_rows,), num_words) if k is None else k
+    k = torch.full((num_rows,), vocab_size) if k is None else k
     p = torch.ones(num_rows) if p is None else p
-    rows = ((k < num_words) | (p < 1)).nonzero()[:, 0]
+    rows = ((k < vocab_size) | (p < 1)).nonzero()[:, 0]
     if not len(rows):
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
         return sample(logprobs, uniform), logprobs
-    words, kept = cut(logits if len(rows) == num_rows else logits[rows], k[rows], p[rows])
-    self.kept = _as_masks(words, kept, rows, num_rows, num_words)
-    tokens = words.gather(1, sample(kept, uniform[rows])[:, None])[:, 0]
+    ids, kept = cut(logits if len(rows) == num_rows else logits[rows], k[rows], p[rows])
+    self.kept = _as_masks(ids, kept, rows, num_rows, vocab_size)
+    tokens = ids.gather(1, sample(kept, uniform[rows])[:, None])[:, 0]
     if len(rows) == num_rows:
-        return tokens, logits.fill_(-torch.inf).scatter_(1, words, kept)
+        return tokens, logits.fill_(-torch.inf).scatter_(1, ids, kept)
     logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
     all_tokens = sample(logprobs, uniform).index_copy_(0, rows, tokens)
-    of_cut = torch.full((len(rows), num_words), -torch.inf).scatter_(1, words, kept)
+    of_cut = torch.full((len(rows), vocab_size), -torch.inf).scatter_(1, ids, kept)
     return all_tokens, logprobs.index_copy_(0, rows, of_cut)
 
 
 def cut(logits: Tensor, k: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """Keeps the k [n] most probable words of each row of logits [n, V], and of these the fewest of probability p [n].
+    """Keeps the k [n] most probable tokens of each row of logits [n, V], and of these the fewest of probability p [n].
 
-    Returns words [n, K], the most probable first, and their log-probs [n, K], -inf for words that are not kept. A word
+    Returns ids [n, K], the most probable first, and their log-probs [n, K], -inf for tokens that are not kept. A token
     whose logit is -inf is not kept either.
     """
-    logits, words = _most_probable(logits, int(k.max()))
+    logits, ids = _most_probable(logits, int(k.max()))
     logits = logits.masked_fill(torch.arange(logits.shape[1]) >= k[:, None], -torch.inf)
     probs = logits.softmax(dim=-1, dtype=torch.float32)
     before = probs.cumsum(-1).sub_(probs)
     is_cut = (before >= p[:, None]) & (p[:, None] < 1)
     is_cut[:, 0] = False
-    return words, logits.masked_fill_(is_cut, -torch.inf).log_softmax(dim=-1, dtype=torch.float32)
+    return ids, logits.masked_fill_(is_cut, -torch.inf).log_softmax(dim=-1, dtype=torch.float32)
 
 
 def _most_probable(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`logits.topk(k)`, of which at most k logits are finite, in a fraction of its time for a k that is far below V.
 
-    At least k words reach the k-th largest maximum of groups of words, so that all others can be left out before.
+    At least k tokens reach the k-th largest maximum of groups of tokens, so that all others can be left out before.
     """
-    (num_rows, num_words), num_groups = logits.shape, logits.shape[1] // _GROUP_WORDS
+    (num_rows, vocab_size), num_groups = logits.shape, logits.shape[1] // _GROUP_TOKENS
     if num_groups < 2 * k:
         return logits.topk(k, dim=-1)
-    largest = logits[:, : num_groups * _GROUP_WORDS].view(num_rows, _GROUP_WORDS, num_groups).amax(1)
+    largest = logits[:, : num_groups * _GROUP_TOKENS].view(num_rows, _GROUP_TOKENS, num_groups).amax(1)
     lowest = torch.from_numpy(np.partition(largest.numpy(), num_groups - k, axis=1)[:, num_groups - k])
     found = torch.from_numpy(np.flatnonzero((logits >= lowest[:, None].clamp(min=_LOWEST)).numpy()))
-    rows = found // num_words
+    rows = found // vocab_size
     counts = torch.bincount(rows, minlength=num_rows)
     places = torch.arange(len(found)) - (counts.cumsum(0) - counts)[rows]
     shape = (num_rows, max(k, int(counts.max())))
     few = torch.full(shape, -torch.inf).index_put_((rows, places), logits.view(-1)[found])
-    words = torch.zeros(shape, dtype=torch.int64).index_put_((rows, places), found % num_words)
+    ids = torch.zeros(shape, dtype=torch.int64).index_put_((rows, places), found % vocab_size)
     top = few.topk(k, dim=-1)
-    return top.values, words.gather(1, top.indices)
+    return top.values, ids.gather(1, top.indices)
 
 
-def _as_masks(words: Tensor, kept: Tensor, rows: Tensor, num_rows: int, num_words: int) -> SamplingMaskLists:
-    """The kept words of `rows`, rising, and none of other rows, in vLLM's form."""
-    counts = (kept > -torch.inf).sum(-1)  # the first words of each row are kept
+def _as_masks(ids: Tensor, kept: Tensor, rows: Tensor, num_rows: int, vocab_size: int) -> SamplingMaskLists:
+    """The kept tokens of `rows`, rising, and none of other rows, in vLLM's form."""
+    counts = (kept > -torch.inf).sum(-1)  # the first tokens of each row are kept
     most = int(counts.max())
-    rising = words[:, :most].masked_fill(torch.arange(most) >= counts[:, None], num_words).sort(-1).values
+    rising = ids[:, :most].masked_fill(torch.arange(most) >= counts[:, None], vocab_size).sort(-1).values
     offsets = np.zeros(num_rows + 1, dtype=np.int64)
     offsets[rows.numpy() + 1] = counts.numpy()
-    return SamplingMaskLists(rising[rising < num_words].to(torch.int32).numpy(), offsets.cumsum())
+    return SamplingMaskLists(rising[rising < vocab_size].to(torch.int32).numpy(), offsets.cumsum())
 
 
 def _draw(generator: torch.Generator) -> float:
@@ -143,25 +143,26 @@ def _draw(generator: torch.Generator) -> float:
 
 
 def sample(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """The word [N] of each row's log-probs [N, V] float32 at which the cumulative probability exceeds `uniform` [N].
+    """The token [N] of each row's log-probs [N, V] float32 at which the cumulative probability exceeds `uniform` [N].
 
-    N is the number of samples and V that of the vocabulary's words. Probabilities are added up in blocks, then within
+    N is the number of samples and V that of the vocabulary's tokens. Probabilities are added up in blocks, then within
     the block in which the random number falls.
 
-    `uniform` is float64, at least 0 and less than 1. A word of probability 0 is never sampled. The distribution is that
-    of the log-probs up to the rounding of sums of 128 probabilities in float32.
-    """
-    num_words = logprobs.shape[1]
-    num_blocks = -(-num_words // _BLOCK_WORDS)
-    probs = logprobs.new_empty(len(logprobs), num_blocks * _BLOCK_WORDS)
-    torch.mul(logprobs, _LOG2_E, out=probs[:, :num_words])
-    probs[:, num_words:] = -torch.inf
-    blocks = probs.exp2_().view(len(probs), num_blocks, _BLOCK_WORDS)  # a third of the time of powers of e
+    `uniform` is float64, at least 0 and less than 1. A token of probability 0 is never sampled. The distribution is
+    that of the log-probs up to the rounding of sums of 128 probabilities in float32."""
+    vocab_size = logprobs.shape[1]
+    num_blocks = -(-vocab_size // _BLOCK_TOKENS)
+    probs = logprobs.new_empty(len(logprobs), num_blocks * _BLOCK_TOKENS)
+    torch.mul(logprobs, _LOG2_E, out=probs[:, :vocab_size])
+    probs[:, vocab_size:] = -torch.inf
+    blocks = probs.exp2_().view(len(probs), num_blocks, _BLOCK_TOKENS)  # a third of the time of powers of e
     up_to = blocks.sum(-1).double().cumsum(-1)
     block, before = _find(up_to, uniform * up_to[:, -1])
     within = blocks[torch.arange(len(blocks)), block].double().cumsum(-1)
-    word, _ = _find(within, uniform * up_to[:, -1] - before)
-    return (block * _BLOCK_WORDS + word).clamp_(max=num_words - 1)  # logits that are no numbers may lead beyond
+    within_block, _ = _find(within, uniform * up_to[:, -1] - before)
+    return (block * _BLOCK_TOKENS + within_block).clamp_(
+        max=vocab_size - 1
+    )  # logits that are no numbers may lead beyond
 
 
 def _find(up_to: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,7 @@ class PackedRow:
     temperatures: NDArray[np.float32]
     """[P] the temperature of the datum; the same pair of datums of different temperatures occurs once for each."""
     kept: KeptSets | None
-    """P sets of words from which the targets were sampled, each another pair. None if no datum has any."""
+    """P sets of tokens from which the targets were sampled, each another pair. None if no datum has any."""
     routes: Ids | None
     """[L, layers, k] the experts of each token. None if no datum has any."""
     pair_index: Ints

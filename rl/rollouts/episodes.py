@@ -296,7 +296,7 @@ def rollout_to_datum(rollout: Rollout, advantage: float | NDArray[np.floating]) 
     `advantage` is one number for the rollout, or one for each sampled token [N]. Legend: T + 1 tokens of all turns, of
     which N were sampled. Without a sampled token nothing is scored, and T is the length of the prompt. Raises
     ValueError for a prompt without tokens, for a wrong number of advantages, for turns of different temperatures, for
-    greedy rollouts, and for a cut without a record of the words that it kept.
+    greedy rollouts, and for a cut without a record of the tokens that it kept.
     """
     if rollout.sampling is not None:
         check_sampled_distribution(rollout.sampling)
@@ -345,8 +345,8 @@ def _kept(rollout: Rollout) -> KeptSets | None:
         completion, size = turn.completion, len(turn.completion.tokens)
         if completion.kept is None and size and rollout.sampling is not None and rollout.sampling.cuts:
             raise ValueError(
-                f"sampling.top_k is {rollout.sampling.top_k} and the completions have no `kept` words, among which the "
-                "trainer would have to score them; a generator on GPUs needs GeneratorConfig.kept_sets=True"
+                f"sampling.top_k is {rollout.sampling.top_k} and the completions have no `kept` tokens, among which "
+                "the trainer would have to score them; a generator on GPUs needs GeneratorConfig.kept_sets=True"
             )
         parts += [KeptSets.whole(len(turn.prompt_tokens)), completion.kept or KeptSets.whole(size)]
     if all(turn.completion.kept is None for turn in rollout.turns):

@@ -227,7 +227,7 @@ def without_walking_what_exists() -> Generator[None]:
         gc.unfreeze()
 
 
-def import_for_good(name: str) -> ModuleType:
+def import_and_freeze(name: str) -> ModuleType:
     """Imports a module, and exempts all objects that exist then from garbage collection for good.
 
     If the module is there already, nothing is exempted: what exists by then may be short-lived.

@@ -39,9 +39,9 @@ def test_sets_are_taken_and_joined() -> None:
             replace(SETS, starts=np.array([0, 1, 0, 4, 6])),
             "has starts that do not rise from 0 to the number of its ids, 6",
         ),
-        (KeptSets.of([[3], [], [1, 4], [70_000, 90_000]]), "has the word 90000; token ids are between 0 and 79999"),
-        (KeptSets.of([[3], [], [4, 1], [70_000]]), "has a set, at 2, whose words do not rise"),
-        (KeptSets.of([[3], [], [4, 4], [70_000]]), "has a set, at 2, whose words do not rise"),
+        (KeptSets.of([[3], [], [1, 4], [70_000, 90_000]]), "has the token 90000; token ids are between 0 and 79999"),
+        (KeptSets.of([[3], [], [4, 1], [70_000]]), "has a set, at 2, whose tokens do not rise"),
+        (KeptSets.of([[3], [], [4, 4], [70_000]]), "has a set, at 2, whose tokens do not rise"),
         (KeptSets.of([[3], [4], [4], [70_000]]), "has a set, at 1, without the token 5 that was sampled from it"),
     ],
 )

@@ -55,7 +55,7 @@ def row_arrays(row: PackedRow, inverse_frequencies: Floats, vocab_size: int) -> 
 
 
 def cut_mask(kept: KeptSets | None, vocab_size: int) -> Floats:
-    """[P, V] 0 for words that were kept, -1e9 for words that were cut off; [1, 1] if none were."""
+    """[P, V] 0 for tokens that were kept, -1e9 for tokens that were cut off; [1, 1] if none were."""
     if kept is None:
         return np.zeros((1, 1), dtype=np.float32)
     mask = np.repeat(np.where(kept.counts > 0, np.float32(-1e9), np.float32(0)), vocab_size).reshape(-1, vocab_size)

@@ -44,7 +44,7 @@ class Row:
     scale: Floats
     """[P] what logits are multiplied by: the inverse temperatures."""
     cut: Floats
-    """[P, V] what is added to them then, or [1, 1]: 0, and a number far below 0 for words that were cut off."""
+    """[P, V] what is added to them then, or [1, 1]: 0, and a number far below 0 for tokens that were cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

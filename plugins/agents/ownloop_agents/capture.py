@@ -76,7 +76,7 @@ class _Sampled:
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     masks: list[Any] = field(default_factory=list[Any])
-    """vLLM's form of the words that a cut left."""
+    """vLLM's form of the tokens that a cut left."""
     text: str = ""
 
     def add(self, sample: CompletionOutput) -> None:

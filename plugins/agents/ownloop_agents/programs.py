@@ -25,7 +25,7 @@ from ownloop_agents.endpoint import AgentEndpoint
 from ownloop_agents.open_session import OpenSession
 from ownloop_agents.rewards import Calls, Command, RewardFile, exit_code
 from ownloop_agents.sessions import EndedBy, ModelCall, Session, SessionGroup
-from ownloop_sandbox.sandboxes import Box, Ended, Place, SandboxName, Work, check_sandbox, make_sandbox
+from ownloop_sandbox.sandboxes import Box, BoxConfig, Ended, SandboxName, Work, check_sandbox, make_sandbox
 from rl.checks import check_above_zero, check_at_least
 from rl.protocols import Done
 from rl.rollouts.episodes import checked_reward
@@ -105,11 +105,11 @@ class Program:
             raise ValueError(f"Program.argv is {self.argv!r}; it must be a sequence of the program and its arguments")
         check_above_zero(time_limit_s=self.time_limit_s, idle_limit_s=self.idle_limit_s)
         check_at_least(1, max_at_once=self.max_at_once)
-        self.place()
+        self.box_config()
 
-    def place(self, url: str = "", socket: Path | None = None) -> Place:
+    def box_config(self, url: str = "", socket: Path | None = None) -> BoxConfig:
         """Its place in a sandbox. Raises ValueError for limits that make no sense."""
-        return Place(
+        return BoxConfig(
             url=url,
             socket=socket,
             image=self.image,
@@ -235,7 +235,7 @@ async def _attempt(
 ) -> Session:
     """Runs the program once, and scores its work. Every process of it has ended when this returns or raises."""
     started = time.monotonic()
-    sandbox = make_sandbox(program.sandbox, program.place(endpoint.url, endpoint.socket))
+    sandbox = make_sandbox(program.sandbox, program.box_config(endpoint.url, endpoint.socket))
     try:
         await sandbox.create()
         for name, content in task.files.items():
@@ -271,7 +271,7 @@ async def _in_a_fresh_sandbox(
     program: Program, task: AgentTask, work: Work, argv: Sequence[str], time_limit_s: float, *, said: str = ""
 ) -> Ended:
     """See `Attempt.run`."""
-    sandbox = make_sandbox(program.sandbox, program.place())
+    sandbox = make_sandbox(program.sandbox, program.box_config())
     try:
         await sandbox.create()
         for name in work.names:

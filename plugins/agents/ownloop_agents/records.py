@@ -47,7 +47,7 @@ class CallRecord:
     """The sampled tokens as text, control tokens included."""
     finish_reason: FinishReason
     kept: Sequence[Sequence[int]] | None
-    """[N] the words that a cut left for each token, as in `Completion.kept`; None if nothing was cut."""
+    """[N] the tokens that a cut left for each token, as in `Completion.kept`; None if nothing was cut."""
     digest: str
     """Of the conversation with the answer; `EarlierCall.digest`."""
     constrained: bool

@@ -135,7 +135,7 @@ class VerifiersTasks:
             return split(rows, lambda row: row.prompt or row.id)
         return rows, self._worker(held_out=True).tasks(self.max_tasks)
 
-    def _worker(self, *, held_out: bool = False) -> "Worker":
+    def _worker(self, *, held_out: bool = False) -> "VerifiersProcess":
         config = dict(self.config)
         if held_out and self.held_out is not None:
             config["taskset"] = {**config["taskset"], **self.held_out}  # the same environment with other tasks
@@ -145,7 +145,7 @@ class VerifiersTasks:
         return worker
 
 
-class Worker:
+class VerifiersProcess:
     """A process of verifiers with one environment."""
 
     def __init__(self, python: Path, config: str) -> None:
@@ -199,9 +199,9 @@ class Worker:
 
 
 @lru_cache(maxsize=8)
-def worker_of(python: Path, config: str) -> Worker:  # keyed by text: configurations are not hashable
+def worker_of(python: Path, config: str) -> VerifiersProcess:  # keyed by text: configurations are not hashable
     """The worker for a configuration, as JSON. It ends when it falls out of this cache, and with this process."""
-    return Worker(python, config)
+    return VerifiersProcess(python, config)
 
 
 def _end(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
@@ -216,6 +216,6 @@ def _end(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _task(row: _Row, worker: Worker) -> AgentTask:
+def _task(row: _Row, worker: VerifiersProcess) -> AgentTask:
     files = {"task.json": json.dumps({"worker": str(worker.socket), "index": row.index})}
     return AgentTask(id=row.id, prompt=row.prompt, files=files)

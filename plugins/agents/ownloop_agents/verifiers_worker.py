@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Worker:
+class ServedEnvironment:
     """One environment and the tasks that were read from it so far."""
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ def _text(prompt: Any) -> str:
 async def main() -> None:
     """Serves until standard input is closed."""
     path, config = sys.argv[1:]
-    worker = Worker(json.loads(config))
+    worker = ServedEnvironment(json.loads(config))
     async with worker.env.serving():
         server = await asyncio.start_unix_server(worker.answer, f"{path}.new")
         Path(f"{path}.new").rename(path)  # a path that exists can be connected to

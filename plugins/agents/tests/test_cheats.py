@@ -52,7 +52,7 @@ def played(code: str, task: AgentTask) -> Work:
         await box.stop()
         return await box.files()
 
-    return asyncio.run(in_a_box("auto", PROGRAM.place(), use))
+    return asyncio.run(in_a_box("auto", PROGRAM.box_config(), use))
 
 
 REPAIRS = {

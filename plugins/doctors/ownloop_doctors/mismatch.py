@@ -3,8 +3,8 @@
 Possible causes are removed one after the other: a mixture's experts, sampling away from the model's own distribution,
 weights that were never pulled, packing, an adapter, the output projection's dtype, the dtype. How much the mismatch
 shrinks at each removal is the contribution of that cause. A last comparison, after an optimizer step, shows whether the
-pulled weights are the trainer's. At some positions all words are compared, not only the sampled one. Nothing is saved.
-"""
+pulled weights are the trainer's. At some positions all tokens of the vocabulary are compared, not only the sampled one.
+Nothing is saved."""
 
 import asyncio
 import itertools
@@ -21,7 +21,7 @@ from controller.handles.adapters import BoundGenerator
 from controller.launching.hosts import Hosts, Tell, kept
 from controller.launching.launcher import Launcher
 from generator.config import GeneratorConfig, room_to_score
-from ownloop_doctors.all_words import compare_tokenizers, compare_words, split_after_images
+from ownloop_doctors.vocabulary import compare_tokenizers, compare_vocabulary, split_after_images
 from rl.data.sources import text_to_datum
 from rl.images import images_of, join_tokens
 from rl.losses.shared import MAX_LOG_RATIO
@@ -81,7 +81,7 @@ class Parity:
     """Each side against itself, with and without each cause, and before and after the step."""
     num_tokens: int
     vocabulary: str
-    """What the comparison of all words found."""
+    """What the comparison of the whole vocabulary found."""
     explanation: str
 
     @property
@@ -149,7 +149,7 @@ async def measure_parity(
         )
         whole = join_tokens(*found.sequences[0])
         words = split_after_images(whole)[1] if images_of(whole) else whole
-        vocabulary = await compare_words(running.train, running.generate, words)
+        vocabulary = await compare_vocabulary(running.train, running.generate, words)
     mismatches, sides = list(found.mismatches), list(found.sides)
     wider = [] if trainer.head_dtype or "float32" in (trainer.compute_dtype, generator.dtype) else [_WIDE_HEAD]
     wider += [] if trainer.compute_dtype == generator.dtype == "float32" else [_WIDE]
@@ -171,7 +171,7 @@ async def measure_parity(
 
 
 def _measured(generator: GeneratorConfig, trainer: TrainerConfig, model: Path) -> GeneratorConfig:
-    """The generator's configuration with what is measured: all words, and experts if the trainer can replay them."""
+    """The generator's configuration with what is measured: the vocabulary, and experts if they can be replayed."""
     replays = find_engine(trainer.engine).replays_routes and not trainer.compile
     routes = replays and experts_of(read_config(model)) is not None
     return replace(generator, routes=routes, engine_args={**generator.engine_args, "max_logprobs": -1})
@@ -349,7 +349,7 @@ async def _score_as_sampled(
 ) -> tuple[Logprobs, list[Mismatch]]:
     """The trainer's log-probs under the distribution that was sampled from; what temperature and cut do to them.
 
-    Prompts need no kept words, because nothing of them is scored.
+    Prompts need no kept tokens, because nothing of them is scored.
     """
     plain = [text_to_datum(prompt, sample.tokens, "completion") for prompt, sample in pairs]
     if replays_routes:
@@ -365,7 +365,7 @@ async def _score_as_sampled(
     configured = await _score_data(trainer, [batch]) if any(datum.kept for datum in batch) else uncut
     rows = {
         "trainer: at temperature 1": (await _score_data(trainer, [plain]) if hot else uncut, uncut),
-        "trainer: of all words, not kept ones": (uncut, configured),
+        "trainer: of all tokens, not kept ones": (uncut, configured),
     }
     return configured, [_mismatch(name, p, q) for name, (p, q) in rows.items() if not np.array_equal(p, q)]
 

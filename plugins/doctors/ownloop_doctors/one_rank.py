@@ -84,7 +84,7 @@ def check_gradients(subject: Subject) -> str:
 
 
 def check_distributions(subject: Subject) -> str:
-    """Each datum is scored at its own temperature and among its own words, also where datums share a prefix."""
+    """Each datum is scored at its own temperature and among its own kept tokens, also where datums share a prefix."""
     batch = sampled_otherwise(BATCH)
     _require_scores(subject.build().forward([batch], entropy=True), ReferencePolicy(subject.model), batch)
     return _check_gradients(subject, batch)

@@ -113,7 +113,7 @@ def layout_script(build: Build, config: TrainerConfig, rank: int, directory: Pat
 
 
 def _otherwise(batch: list[Datum], config: TrainerConfig) -> list[Datum]:
-    """The datums as if sampled at other temperatures, from other words and, if the engine replays them, experts."""
+    """The datums as if sampled at other temperatures, from other sets and, if the engine replays them, experts."""
     experts = experts_of(read_config(config.model)) if find_engine(config.engine).replays_routes else None
     return routed(sampled_otherwise(batch), experts)
 
@@ -135,7 +135,7 @@ def fail_on_the_longest(logprobs: Tensor, entropy: Tensor | None, inputs: LossIn
 
 
 def check_gradients(results: LayoutResults) -> str:
-    """Gradients equal one rank's, at any temperatures, among any words, and of a mixture with any experts."""
+    """Gradients equal one rank's, at any temperatures, among any kept tokens, and of a mixture with any experts."""
     names = ("gradients", "gradients_otherwise")
     return f"within {max(require_close(name, results.many[name], results.one[name], 1e-5) for name in names):.0e}"
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from ownloop_doctors.all_words import compare_tokenizers
 from ownloop_doctors.mismatch import (
     ADAPTER_CAUSE,
     CAUSES,
@@ -15,6 +14,7 @@ from ownloop_doctors.mismatch import (
     HEAD_CAUSE,
     explain,
 )
+from ownloop_doctors.vocabulary import compare_tokenizers
 from tests.controller.commands.test_cli import RECIPE, ownloop
 from tests.generator.served_models import served_llama
 

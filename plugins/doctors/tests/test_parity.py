@@ -14,8 +14,8 @@ import torch
 from controller.handles.adapters import BoundGenerator
 from controller.launching.launcher import Launcher
 from generator.config import GeneratorConfig, LoRALimits
-from ownloop_doctors.all_words import distributions
 from ownloop_doctors.mismatch import Comparison, compare, explain, measure_parity
+from ownloop_doctors.vocabulary import distributions
 from rl.data.sources import text_to_datum
 from rl.lora import LivePolicy, LoRAConfig, Policy
 from rl.protocols import Generator, Trainer
@@ -114,7 +114,7 @@ def test_each_cause_is_told_from_the_others(tmp_path: Path) -> None:
             hot = await compare(train, generate, PROMPTS, replace(SAMPLING, temperature=1.5, top_p=0.8))
             assert _sentence(hot).startswith("There is no mismatch to explain")
             effects = {side.name: side.mean for side in hot.sides}
-            assert effects["trainer: at temperature 1"] > 0.05 < effects["trainer: of all words, not kept ones"]
+            assert effects["trainer: at temperature 1"] > 0.05 < effects["trainer: of all tokens, not kept ones"]
             leaky = await compare(_LeakyTrainer(train), generate, PROMPTS, SAMPLING)  # pyright: ignore[reportArgumentType]
             assert "100% by packing" in _sentence(leaky)
             unpulled = await compare(train, _StaleGenerator(generate), PROMPTS, SAMPLING)

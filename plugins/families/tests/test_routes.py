@@ -27,7 +27,7 @@ from trainer.engines.contract.reference import (
     sampled_otherwise,
 )
 
-BATCH = random_groups([(9, (4, 9, 3)), (12, (5, 5))], num_words=2)
+BATCH = random_groups([(9, (4, 9, 3)), (12, (5, 5))], vocab_size=2)
 
 
 @pytest.fixture(scope="module")

@@ -155,11 +155,11 @@ def _saved(model: ModelSize, config: TrainerConfig, stage: Stage, tokens: int) -
 
 def _at_projection(model: ModelSize, config: TrainerConfig, gpu: GPU, stage: Stage, tokens: int) -> dict[str, int]:
     """At the first backward step: activations of all layers, and the projection's weight and gradient, whole."""
-    words = -(-model.decoder.vocab_size // config.tensor_parallel)
+    rows = -(-model.decoder.vocab_size // config.tensor_parallel)
     limit = gpu.memory_bytes // _LOGITS_SHARE
     tokens_here = tokens // config.context_parallel
-    num_chunks = max(1, -(-tokens_here * words * _FLOAT32 // limit))
-    weight, hidden = words * model.decoder.dim, tokens_here * model.decoder.dim
+    num_chunks = max(1, -(-tokens_here * rows * _FLOAT32 // limit))
+    weight, hidden = rows * model.decoder.dim, tokens_here * model.decoder.dim
     is_sharded = config.data_parallel_shard * config.context_parallel > 1
     own = _width(config)
     width = _FLOAT32 if config.head_dtype == "float32" else own  # of copies, if that is wider
@@ -169,7 +169,7 @@ def _at_projection(model: ModelSize, config: TrainerConfig, gpu: GPU, stage: Sta
     return {
         "activations": _saved(model, config, stage, tokens) + hidden * (own + width),
         "projection": (weight * own if is_sharded else 0) + copies + gradient,
-        "logits": min(2, num_chunks) * -(-tokens_here // num_chunks) * words * width,  # of a chunk and the one before
+        "logits": min(2, num_chunks) * -(-tokens_here // num_chunks) * rows * width,  # of a chunk and the one before
     }
 
 

@@ -3,7 +3,7 @@
 Decoders are of the Llama and Qwen families, gpt-oss, GLM-4.5, DeepSeek-V3 or Kimi K2.
 
 Legend: D model dimension, Q and K dimensions of all queries and of all keys, F of the feed-forward network, E experts,
-V words. A layer is of kind 0 or 1: in Qwen3.5, with a delta rule or with attention; in others, with a feed-forward
+V tokens. A layer is of kind 0 or 1: in Qwen3.5, with a delta rule or with attention; in others, with a feed-forward
 network where the rest have experts, or like the rest.
 """
 

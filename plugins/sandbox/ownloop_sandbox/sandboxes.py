@@ -22,7 +22,7 @@ from ownloop_sandbox.box import Box, Connect, Ended, Work
 from ownloop_sandbox.inner_serve import HEAD
 from rl.checks import check_above_zero, check_at_least, check_known
 
-__all__ = ["Box", "Ended", "Place", "SandboxName", "Work", "make_sandbox"]
+__all__ = ["Box", "BoxConfig", "Ended", "SandboxName", "Work", "make_sandbox"]
 SandboxName = Literal["auto", "namespaces", "bubblewrap", "podman", "docker", "local"]
 _PROBE_S = 30.0
 _READY = HEAD.pack(0, b"s", 0)
@@ -30,7 +30,7 @@ _BUILT: dict[str, ways.Way] = {"namespaces": ways.namespaces, "bubblewrap": ways
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class BoxConfig:
     """What a box may use and reach."""
 
     url: str = ""
@@ -75,7 +75,7 @@ class Place:
         return partial(asyncio.open_connection, parts.hostname, parts.port) if self.url else None
 
 
-def make_sandbox(name: SandboxName, place: Place) -> Box:
+def make_sandbox(name: SandboxName, place: BoxConfig) -> Box:
     """A box that has not been created. "auto" is a container if there is an image, otherwise the first that works.
 
     Raises ValueError for an unknown name, for one that does not work here, with the reasons, and without an image.
@@ -126,7 +126,7 @@ def check_sandbox(name: SandboxName, image: str = "") -> str:
 def _why_not(way: str) -> str | None:
     """Why a way does not work here; None if it does. Makes an empty box, like all others."""
     try:
-        command = _BUILT[way](Place().limits, ways.Profile(programs=True, port=1 << 13))
+        command = _BUILT[way](BoxConfig().limits, ways.Profile(programs=True, port=1 << 13))
         tried = subprocess.run(command, input=b"", capture_output=True, env={}, timeout=_PROBE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

@@ -6,7 +6,7 @@ from typing import TypeVar
 import pytest
 
 from ownloop_sandbox import Sandbox, find_way
-from ownloop_sandbox.sandboxes import Box, Place, SandboxName, check_sandbox, make_sandbox
+from ownloop_sandbox.sandboxes import Box, BoxConfig, SandboxName, check_sandbox, make_sandbox
 
 REAL: tuple[Sandbox, ...] = ("bubblewrap", "namespaces")
 BOXES: tuple[SandboxName, ...] = ("bubblewrap", "namespaces")
@@ -29,7 +29,7 @@ def need_box(name: SandboxName) -> None:
         pytest.skip(str(error).partition(". Allow")[0])
 
 
-async def in_a_box(name: SandboxName, place: Place, use: Callable[[Box], Awaitable[T]]) -> T:
+async def in_a_box(name: SandboxName, place: BoxConfig, use: Callable[[Box], Awaitable[T]]) -> T:
     """Uses a new box, which is then destroyed."""
     box = make_sandbox(name, place)
     try:

@@ -12,7 +12,7 @@ import pytest
 
 from ownloop_sandbox import Sandbox, SandboxResult, run_python
 from ownloop_sandbox.inner_run import refused_calls
-from ownloop_sandbox.sandboxes import Ended, Place, SandboxName
+from ownloop_sandbox.sandboxes import BoxConfig, Ended, SandboxName
 from plugins.sandbox.tests.attempts import ALLOWED_TO_PROGRAMS, ATTEMPTS, ENDLESS, HARMLESS
 from plugins.sandbox.tests.here import BOXES, REAL, in_a_box, need, need_box
 from plugins.sandbox.tests.test_run import is_running
@@ -21,7 +21,7 @@ from tests.waiting import LIMIT_S, wait_until
 pytestmark = pytest.mark.seconds
 WRONG = ("NameError", "SyntaxError", "ImportError", "ModuleNotFound")
 AT_A_TIME = 4
-PLACE = Place(memory_bytes=256 << 20, disk_bytes=16 << 20, num_processes=8, num_files=4096)
+CONFIG = BoxConfig(memory_bytes=256 << 20, disk_bytes=16 << 20, num_processes=8, num_files=4096)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ async def as_program(box: SandboxName, name: str, code: str) -> str:
         assert (await made.run(["echo", "on"], {}, LIMIT_S)).output == "on\n"
         return ended
 
-    ended = await in_a_box(box, PLACE, use)
+    ended = await in_a_box(box, CONFIG, use)
     last = ended.output.strip().rpartition("\n")[2]
     return ended.output if ended.exit_code == 0 else f"failed: {last}"
 

@@ -12,14 +12,14 @@ import psutil
 import pytest
 
 from ownloop_sandbox.inner_serve import remove
-from ownloop_sandbox.sandboxes import Box, Ended, Place, SandboxName, Work, make_sandbox
+from ownloop_sandbox.sandboxes import Box, BoxConfig, Ended, SandboxName, Work, make_sandbox
 from plugins.sandbox.tests.here import BOXES, in_a_box, need_box
 from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.seconds
 SLEEP = f"time.sleep({2000 + os.getpid()})"  # of no other test's process
 ALL: tuple[SandboxName, ...] = (*BOXES, "local")
-NO_PLACE = Place()
+DEFAULTS = BoxConfig()
 
 
 @pytest.fixture(params=ALL)
@@ -32,12 +32,12 @@ def python(code: str, *more: str) -> list[str]:
     return [sys.executable, "-c", code, *more]
 
 
-def ran(name: SandboxName, code: str, seconds: float = 60, place: Place = NO_PLACE) -> Ended:
+def ran(name: SandboxName, code: str, seconds: float = 60, place: BoxConfig = DEFAULTS) -> Ended:
     """What a program of one command says in a box with these limits."""
     return asyncio.run(in_a_box(name, place, lambda box: box.run(python(code), {}, seconds)))
 
 
-def left(name: SandboxName, code: str, seconds: float = 60, place: Place = NO_PLACE) -> Work:
+def left(name: SandboxName, code: str, seconds: float = 60, place: BoxConfig = DEFAULTS) -> Work:
     """What a program of one command leaves in its folder."""
 
     async def use(box: Box) -> Work:
@@ -80,7 +80,7 @@ def test_a_program_has_a_folder_and_reaches_the_endpoint(tmp_path: Path, name: S
                 await box.run(["no-such-program"], {}, 60)
 
         for path in (None, tmp_path / "s"):
-            await in_a_box(name, Place(url=f"http://127.0.0.1:{port}", socket=path), use)
+            await in_a_box(name, BoxConfig(url=f"http://127.0.0.1:{port}", socket=path), use)
         for server in servers:
             server.close()
 
@@ -101,14 +101,14 @@ def test_no_process_outlives_a_box(tmp_path: Path, name: SandboxName) -> None:
             await end()
             await until(lambda: not _sleepers(), "the end of the child")
 
-    asyncio.run(in_a_box(name, Place(), use))
+    asyncio.run(in_a_box(name, BoxConfig(), use))
 
 
 def test_a_box_ends_with_a_controller_that_is_killed(tmp_path: Path, name: SandboxName) -> None:
     code = (
-        "import asyncio, os, sys\nfrom ownloop_sandbox.sandboxes import Place, make_sandbox\n"
+        "import asyncio, os, sys\nfrom ownloop_sandbox.sandboxes import BoxConfig, make_sandbox\n"
         "async def main():\n"
-        f"    box = make_sandbox({name!r}, Place())\n    await box.create()\n    print(box.work, flush=True)\n"
+        f"    box = make_sandbox({name!r}, BoxConfig())\n    await box.create()\n    print(box.work, flush=True)\n"
         f"    await box.run([sys.executable, '-c', 'import os, time; os.fork() or os.setsid(); {SLEEP}'], {{}}, 600)\n"
         "asyncio.run(main())"
     )
@@ -142,13 +142,13 @@ NAMES = "import time\nfor i in range(9000): open(str(i), 'w').close()\ntime.slee
 @pytest.mark.parametrize("name", BOXES)
 def test_what_a_program_may_use_is_limited(name: SandboxName) -> None:
     need_box(name)
-    assert ran(name, FORKS, place=Place(num_processes=20)).output.count(".") in (18, 19, 20)
-    assert "No space left" in ran(name, FILLS, place=Place(disk_bytes=32 << 20)).output
-    assert "MemoryError" in ran(name, "bytearray(1 << 29)", place=Place(memory_bytes=1 << 28)).output
-    ended = ran(name, SHARED, place=Place(memory_bytes=1 << 28))
+    assert ran(name, FORKS, place=BoxConfig(num_processes=20)).output.count(".") in (18, 19, 20)
+    assert "No space left" in ran(name, FILLS, place=BoxConfig(disk_bytes=32 << 20)).output
+    assert "MemoryError" in ran(name, "bytearray(1 << 29)", place=BoxConfig(memory_bytes=1 << 28)).output
+    ended = ran(name, SHARED, place=BoxConfig(memory_bytes=1 << 28))
     assert ended.exit_code == 137
     assert ended.output.endswith("took more than 268435456 bytes of memory")
-    said = ran(name, NAMES, place=Place(num_files=5000)).output
+    said = ran(name, NAMES, place=BoxConfig(num_files=5000)).output
     assert "No space left" in said or "more than 5000 files" in said
 
 
@@ -183,7 +183,7 @@ def test_one_file_is_asked_for_by_name(name: SandboxName) -> None:
             with pytest.raises(RuntimeError, match="Error"):
                 await box.files(name=missing)
 
-    asyncio.run(in_a_box(name, Place(), use))
+    asyncio.run(in_a_box(name, BoxConfig(), use))
 
 
 def test_what_the_host_shares_by_another_name_is_not_read(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_file_replaces_what_is_in_its_way(name: SandboxName) -> None:
             with pytest.raises(ValueError, match="not in the program's folder"):
                 await box.put(outside, "x")
 
-    asyncio.run(in_a_box(name, Place(), use))
+    asyncio.run(in_a_box(name, BoxConfig(), use))
 
 
 @pytest.mark.stranger("2.A10")
@@ -229,7 +229,7 @@ def test_many_programs_at_once_leave_nothing(tmp_path: Path, monkeypatch: pytest
         "        while f: f.write(bytes(1 << 20))\n    except OSError: pass\n"
         f"try:\n    while os.fork() or 1: pass\nexcept OSError: {SLEEP}"
     )
-    place = Place(disk_bytes=4 << 20, num_processes=8)
+    place = BoxConfig(disk_bytes=4 << 20, num_processes=8)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     async def one(number: int) -> str:
@@ -269,7 +269,7 @@ def test_a_container_has_no_network_and_no_rights(tmp_path: Path, monkeypatch: p
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    place = Place(url="http://127.0.0.1:1", image="tools", memory_bytes=1 << 30, num_processes=64)
+    place = BoxConfig(url="http://127.0.0.1:1", image="tools", memory_bytes=1 << 30, num_processes=64)
 
     def install(fails: int) -> None:
         (folder / tool).write_text(STAND_IN.format(log=tmp_path / "log", fails=fails, python=sys.executable))
@@ -296,18 +296,18 @@ def test_a_container_has_no_network_and_no_rights(tmp_path: Path, monkeypatch: p
 
 
 def test_a_sandbox_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(image="x")
+    place = BoxConfig(image="x")
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     with pytest.raises(ValueError, match="podman is not installed"):
         make_sandbox("podman", place)
     with pytest.raises(ValueError, match="podman or docker is not installed"):
         make_sandbox("auto", place)
     with pytest.raises(ValueError, match="image is empty; sandbox 'docker'"):
-        make_sandbox("docker", Place())
+        make_sandbox("docker", BoxConfig())
     with pytest.raises(ValueError, match="sandbox is 'chroot', which is not known"):
         make_sandbox("chroot", place)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr("ownloop_sandbox.sandboxes._why_not", lambda way: f"no {way}")
     with pytest.raises(ValueError, match=r"\(namespaces: no namespaces; bubblewrap: no bubblewrap\)\. Allow user"):
-        make_sandbox("auto", Place())
+        make_sandbox("auto", BoxConfig())
     with pytest.raises(ValueError, match="memory_bytes is 0"):
-        Place(memory_bytes=0)
+        BoxConfig(memory_bytes=0)

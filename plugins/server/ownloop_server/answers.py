@@ -32,24 +32,24 @@ _KEEP_UNFETCHED_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ResponseBody:
     """The body of a result."""
 
     content: bytes
     media_type: str = "application/json"
 
     @classmethod
-    def json(cls, value: Mapping[str, Any]) -> "Answer":
+    def json(cls, value: Mapping[str, Any]) -> "ResponseBody":
         """A result in JSON."""
         return cls(content=json.dumps(value, allow_nan=False).encode())
 
     @classmethod
-    def protobuf(cls, content: bytes) -> "Answer":
+    def protobuf(cls, content: bytes) -> "ResponseBody":
         """A result that is a protobuf message."""
         return cls(content=content, media_type="application/x-protobuf")
 
     @classmethod
-    def failure(cls, error: BaseException) -> "Answer":
+    def failure(cls, error: BaseException) -> "ResponseBody":
         """The protocol's form of a failed request: a mistake of the user's, or a fault of the server's."""
         if isinstance(error, ValueError):
             return cls.json({"error": str(error), "category": "user"})
@@ -66,9 +66,9 @@ class PendingAnswer:
         self.digest = digest
         self._set_at: float | None = None
         self._fetched_at: float | None = None
-        self._answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answer: asyncio.Future[ResponseBody] = asyncio.get_running_loop().create_future()
 
-    def set(self, answer: Answer) -> None:
+    def set(self, answer: ResponseBody) -> None:
         """Stores the result. The first one counts."""
         if not self._answer.done():
             self._answer.set_result(answer)
@@ -79,7 +79,7 @@ class PendingAnswer:
         """Whether there is a result."""
         return self._answer.done()
 
-    async def wait(self, timeout_s: float) -> Answer | None:
+    async def wait(self, timeout_s: float) -> ResponseBody | None:
         """The result, or None if it is not there in time."""
         # `wait` leaves the future alone when time is up; `wait_for` would cancel it
         done, _ = await asyncio.wait([self._answer], timeout=timeout_s)
@@ -150,7 +150,7 @@ class Answers:
     def forget_owner(self, owner: str) -> None:
         """Ends all requests of a session."""
         for pending in [pending for pending in self._by_id.values() if pending.owner == owner]:
-            pending.set(Answer.failure(ValueError(f"session {owner} has ended")))
+            pending.set(ResponseBody.failure(ValueError(f"session {owner} has ended")))
             self._forget(pending.id)
 
     def _forget(self, request_id: str) -> None:
@@ -207,7 +207,7 @@ class Throughput:
         return [counted.get(now - age, Counter[Work]())[work] / BUCKET_S for age in range(_NUM_BUCKETS, 0, -1)]
 
 
-Call = Callable[[], Awaitable[Answer]]
+PendingCall = Callable[[], Awaitable[ResponseBody]]
 T = TypeVar("T")
 
 GAP_S = 300.0
@@ -231,7 +231,7 @@ class Turns:
         self._name = name
         self.gap_s = gap_s
         self._next = 0
-        self._waiting: dict[int, tuple[Call, PendingAnswer]] = {}
+        self._waiting: dict[int, tuple[PendingCall, PendingAnswer]] = {}
         self._closed = False  # set by `close`; the runner sees it between two calls
         self._arrived = asyncio.Event()
         self._free = asyncio.Lock()
@@ -247,11 +247,11 @@ class Turns:
         """Whether a call is at the trainer."""
         return self._free.locked()
 
-    def put(self, number: int, call: Call, pending: PendingAnswer) -> None:
+    def put(self, number: int, call: PendingCall, pending: PendingAnswer) -> None:
         """Adds a call. Its result, or its error, goes to `pending`."""
         if number < self._next:  # the client counts on from its own number, so it would never repeat one
             done = f"sequence number {number} of {self._name} has been used; the next is {self._next}; {ONE_WRITER}"
-            pending.set(Answer.failure(ValueError(done)))
+            pending.set(ResponseBody.failure(ValueError(done)))
             return
         self._waiting[number] = (call, pending)
         self._arrived.set()
@@ -267,7 +267,7 @@ class Turns:
         self._arrived.set()
         await asyncio.wait([self._runner])  # which may have been cancelled with the whole server
         for _, pending in self._waiting.values():
-            pending.set(Answer.failure(ValueError(f"{self._name} has ended")))
+            pending.set(ResponseBody.failure(ValueError(f"{self._name} has ended")))
         self._waiting.clear()
 
     async def _run(self) -> None:
@@ -291,16 +291,16 @@ class Turns:
         missing = self._next
         for number, (_, pending) in sorted(self._waiting.items()):
             lost = f"call {number} of {self._name} waited {self.gap_s:g} s for call {missing}, which never arrived"
-            pending.set(Answer.failure(ValueError(f"{lost}; nothing was computed")))
+            pending.set(ResponseBody.failure(ValueError(f"{lost}; nothing was computed")))
         self._next = max(self._waiting) + 1  # the client will not send these again
         self._waiting.clear()
 
 
-async def answer(call: Call) -> Answer:
+async def answer(call: PendingCall) -> ResponseBody:
     """The call's result, or its error in the protocol's form. Faults of the server's are also printed."""
     try:
         return await call()
     except Exception as error:
         if not isinstance(error, ValueError):
             traceback.print_exc()
-        return Answer.failure(error)
+        return ResponseBody.failure(error)

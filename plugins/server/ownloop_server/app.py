@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from tinker import types
 
 from ownloop_server.access import Access, Caller, Door, check_owner
-from ownloop_server.answers import Answer, PendingAnswer
+from ownloop_server.answers import PendingAnswer, ResponseBody
 from ownloop_server.config import Limits
 from ownloop_server.gateway import Gateway
 from ownloop_server.keys import Keys
@@ -147,7 +147,7 @@ async def forward_backward(request: Request, door: Door, user: Caller) -> dict[s
     body = decode_request(await request.body(), request.headers.get("content-encoding"), limits.body_bytes)
     check_owner(door, user, body.model_id)
 
-    async def call(client: TrainingClient) -> Answer:  # checked in its turn: its error belongs to this number
+    async def call(client: TrainingClient) -> ResponseBody:  # checked in its turn: its error belongs to this number
         check_size(body, limits)
         return await client.forward_backward(body, door.session(body.model_id.partition(":")[0]).losses)
 
@@ -169,7 +169,7 @@ async def save_weights_for_sampler(body: types.SaveWeightsForSamplerRequest, doo
     """A checkpoint to sample from, or without a path a sampling client."""
     session_id = body.model_id.partition(":")[0]
 
-    async def call(client: Any) -> Answer:
+    async def call(client: Any) -> ResponseBody:
         if body.path is not None:
             return await client.save("sampler_weights", body)
         return await client.sampling_client(body, session_id, door.samplers)
@@ -249,8 +249,8 @@ def _reason(found: Mapping[str, Any]) -> str:
     return str(found["msg"])
 
 
-def _fail(mistake: str) -> Callable[[TrainingClient], Awaitable[Answer]]:
-    async def call(client: TrainingClient) -> Answer:
+def _fail(mistake: str) -> Callable[[TrainingClient], Awaitable[ResponseBody]]:
+    async def call(client: TrainingClient) -> ResponseBody:
         del client
         raise ValueError(mistake)
 

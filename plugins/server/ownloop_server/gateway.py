@@ -18,7 +18,7 @@ from fastapi import HTTPException
 from pydantic import BaseModel
 from tinker import types
 
-from ownloop_server.answers import Answer, Answers, PendingAnswer, digest_of, errors_logged
+from ownloop_server.answers import Answers, PendingAnswer, ResponseBody, digest_of, errors_logged
 from ownloop_server.archive import Archive, CheckpointPath
 from ownloop_server.database import DATABASE, Database, TrainingRunRow, now, texts
 from ownloop_server.sampling_clients import Sampler, SamplingClients
@@ -33,7 +33,7 @@ MAX_LOSSES = 100
 SESSION_S = 1800.0
 """A session that has sent no heartbeat for so long has ended. Clients send one every 10 s."""
 _SWEEP_S = 30.0
-_Made: TypeAlias = tuple[TrainingRunRow, Callable[[TrainingClient], Awaitable[Answer]]]
+_Made: TypeAlias = tuple[TrainingRunRow, Callable[[TrainingClient], Awaitable[ResponseBody]]]
 """A new client's row, and its first call."""
 
 
@@ -187,9 +187,9 @@ class Gateway:
                     raise ValueError(f"the session has {MAX_LOSSES} losses, the most that this server keeps for one")
                 session.losses[f"{session.id}:loss:{number}"] = traced_loss(request)
                 response = types.CreateCustomLossResponse(loss_id=f"{session.id}:loss:{number}")
-                pending.set(Answer.json(response.model_dump()))
+                pending.set(ResponseBody.json(response.model_dump()))
             except ValueError as error:
-                pending.set(Answer.failure(error))
+                pending.set(ResponseBody.failure(error))
         return pending
 
     def create_from(self, request: types.LoadWeightsRequest) -> PendingAnswer:
@@ -231,7 +231,7 @@ class Gateway:
         self.session(run_id.partition(":")[0])
         return client
 
-    def submit(self, request: Any, call: Callable[[TrainingClient], Awaitable[Answer]]) -> PendingAnswer:
+    def submit(self, request: Any, call: Callable[[TrainingClient], Awaitable[ResponseBody]]) -> PendingAnswer:
         """Has the training client of a request, `model_id`, run a call in its turn, `seq_id`."""
         run_id, number = request.model_id, request.seq_id
         client = self.training_client(run_id)
@@ -254,7 +254,7 @@ class Gateway:
                 row, first = made()
                 self.database.save(row)  # before the client can save: a checkpoint's run must be known
             except ValueError as error:
-                pending.set(Answer.failure(error))
+                pending.set(ResponseBody.failure(error))
                 return pending
             except Exception:  # the client hears of it and sends the request again
                 self.answers.take_back(pending)

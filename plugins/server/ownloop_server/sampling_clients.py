@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
-from ownloop_server.answers import ONE_WRITER, Answer, PendingAnswer, answer
+from ownloop_server.answers import ONE_WRITER, PendingAnswer, ResponseBody, answer
 from ownloop_server.image_chunks import image_tokens
 from ownloop_server.served_models import ServedModel
 from ownloop_server.wire import csr_rows
@@ -119,7 +119,7 @@ class SamplingClients:
         def ended(_: object) -> None:
             del self._tasks[pending.id]
             # The first answer counts, so this is for a request that has none.
-            pending.set(Answer.failure(ValueError("the request was cancelled, or its session has ended")))
+            pending.set(ResponseBody.failure(ValueError("the request was cancelled, or its session has ended")))
 
         task = asyncio.create_task(run())
         self._tasks[pending.id] = pending, task
@@ -137,7 +137,7 @@ class SamplingClients:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def sample(self, sampler: Sampler, request: types.SampleRequest) -> Answer:
+    async def sample(self, sampler: Sampler, request: types.SampleRequest) -> ResponseBody:
         """Answers one request. Raises ValueError for what cannot be sampled."""
         prompt, sampling = read_request(request, sampler.model)
         targets = read_targets(request, prompt, sampler.model)
@@ -155,7 +155,7 @@ class SamplingClients:
         response = encode_completions(completions, request)
         if (asked := request.target_prompt_logprobs) is not None:
             response.target_prompt_logprobs.CopyFrom(_encode_targets(asked, targets.logprobs(scored)))
-        return Answer.protobuf(response.SerializeToString())
+        return ResponseBody.protobuf(response.SerializeToString())
 
 
 def read_request(request: types.SampleRequest, model: ServedModel) -> tuple[tuple[int, ...], SamplingParams]:
@@ -171,7 +171,7 @@ def read_request(request: types.SampleRequest, model: ServedModel) -> tuple[tupl
     for token in prompt:
         if not 0 <= token < model.vocab_size:
             raise ValueError(f"the prompt has the token {token}; token ids are from 0 to {model.vocab_size - 1}")
-    if request.topk_prompt_logprobs < 0:  # -1 would ask for all words, for which the protocol has no place
+    if request.topk_prompt_logprobs < 0:  # -1 would ask for all tokens, for which the protocol has no place
         asked = request.topk_prompt_logprobs
         raise ValueError(f"topk_prompt_logprobs is {asked}; it must be from 0 to {MAX_TOPK_LOGPROBS}")
     last_n = request.prompt_logprobs_last_n

@@ -14,7 +14,7 @@ import torch
 from tinker import types
 from tinker.proto import tinker_public_pb2 as messages
 
-from ownloop_server.answers import Answer, Turns
+from ownloop_server.answers import ResponseBody, Turns
 from ownloop_server.archive import EXPORTED, Archive, CheckpointPath
 from ownloop_server.database import TrainingRunRow
 from ownloop_server.sampling_clients import SamplingClients
@@ -58,15 +58,15 @@ class TrainingClient:
             raise ValueError(f"{self.run.id} could not be made, or has ended; create another training client")
         return self._trainer
 
-    async def create(self) -> Answer:
+    async def create(self) -> ResponseBody:
         """Makes a new adapter, or begins to train all weights."""
         if self.run.rank == 0:
             await self._begin_whole()
         else:
             self._trainer = await self.model.adapter(self._adapter_name, self.run.lora)
-        return Answer.json({"type": "create_model", "model_id": self.run.id})
+        return ResponseBody.json({"type": "create_model", "model_id": self.run.id})
 
-    async def load(self, path: str, *, optimizer: bool) -> Answer:
+    async def load(self, path: str, *, optimizer: bool) -> ResponseBody:
         """Puts a checkpoint in the adapter's place. The accumulated gradient is dropped."""
         _, folder = self._archive.find_ours(path)
         if optimizer and CheckpointPath.parse(path).kind != "weights":
@@ -76,7 +76,7 @@ class TrainingClient:
         if self.run.rank == 0:
             trainer = await self._begin_whole() if self._trainer is None else self._trainer
             await trainer.load_checkpoint(folder, weights_only=not optimizer)
-            return Answer.json({"type": "load_weights", "path": path, "model_id": self.run.id})
+            return ResponseBody.json({"type": "load_weights", "path": path, "model_id": self.run.id})
         loaded = await self.model.adapter(self._adapter_name, self.run.lora)
         try:
             await loaded.load_checkpoint(folder, weights_only=not optimizer)
@@ -86,7 +86,7 @@ class TrainingClient:
         replaced, self._trainer = self._trainer, loaded
         if replaced is not None:
             await replaced.drop()  # after the new one counts: a failure here loses nothing
-        return Answer.json({"type": "load_weights", "path": path, "model_id": self.run.id})
+        return ResponseBody.json({"type": "load_weights", "path": path, "model_id": self.run.id})
 
     async def _begin_whole(self) -> Trainer:
         if self.model.whole is None:
@@ -97,7 +97,7 @@ class TrainingClient:
 
     async def forward_backward(
         self, request: messages.ForwardBackwardRequest, own_losses: Mapping[str, Loss]
-    ) -> Answer:
+    ) -> ResponseBody:
         """Adds the gradient of a loss, summed over all tokens; only computes it if the request is `forward_only`.
 
         `own_losses` are the losses that the client's session has made, by id.
@@ -114,9 +114,9 @@ class TrainingClient:
             self.num_tokens += num_tokens
             self.model.throughput.add("trained", num_tokens)
         metrics = {name: value for name, value in metrics.items() if not name.startswith(_OURS)}
-        return Answer.protobuf(await asyncio.to_thread(encode_output, batch, output.logprobs, metrics))
+        return ResponseBody.protobuf(await asyncio.to_thread(encode_output, batch, output.logprobs, metrics))
 
-    async def optim_step(self, params: types.OptimParams) -> Answer:
+    async def optim_step(self, params: types.OptimParams) -> ResponseBody:
         """One step with the accumulated gradient: AdamW's, or Muon's under Tinker's name, Dimuon."""
         if isinstance(params, types.AdamParams):
             step = AdamParams(**params.model_dump())  # fields have the same names on purpose
@@ -132,9 +132,11 @@ class TrainingClient:
         metrics = {"policy_version": float(output.policy_version), "skipped": float(output.skipped)}
         if math.isfinite(output.grad_norm):  # JSON has no infinity; a skipped step has such a norm
             metrics["grad_norm"] = output.grad_norm
-        return Answer.json({"type": "optim_step", "metrics": metrics})
+        return ResponseBody.json({"type": "optim_step", "metrics": metrics})
 
-    async def save(self, kind: str, request: types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest) -> Answer:
+    async def save(
+        self, kind: str, request: types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest
+    ) -> ResponseBody:
         """Writes a checkpoint under the name that the client chose."""
         if request.path is None:
             raise ValueError("path is missing; save_state needs a name")
@@ -148,9 +150,9 @@ class TrainingClient:
             user_metadata=request.user_metadata,
         )
         self._saved_now.add(str(path))
-        return Answer.json({"type": request.type, "path": str(path)})
+        return ResponseBody.json({"type": request.type, "path": str(path)})
 
-    async def export(self, request: types.SaveWeightsExternalRequest) -> Answer:
+    async def export(self, request: types.SaveWeightsExternalRequest) -> ResponseBody:
         """Writes the adapter as `peft` loads it, or all weights as `transformers` does."""
         if request.age_encryption_recipients:
             raise ValueError(
@@ -159,11 +161,11 @@ class TrainingClient:
         path = CheckpointPath(run_id=self.run.id, kind=EXPORTED, name=request.path)
         write = self._current.export_hf if self.run.rank == 0 else self._current.export_peft
         await self._archive.save(path, write, ttl_seconds=request.ttl_seconds, overwrite=False, user_metadata=None)
-        return Answer.json({"type": request.type, "path": str(path)})
+        return ResponseBody.json({"type": request.type, "path": str(path)})
 
     async def sampling_client(
         self, request: types.SaveWeightsForSamplerRequest, session_id: str, samplers: SamplingClients
-    ) -> Answer:
+    ) -> ResponseBody:
         """Makes a sampling client of the current weights: frozen, or following ("inflight")."""
         if request.sampling_session_seq_id is None:
             raise ValueError("sampling_session_seq_id is missing; without a path it is needed")
@@ -172,7 +174,7 @@ class TrainingClient:
         policy = await (snapshots.follow if follows else snapshots.freeze)(self._adapter_name, self._current)
         number, base_model = request.sampling_session_seq_id, self.run.base_model
         sampler = samplers.add(session_id, number, self.model, base_model, policy, follows=follows)
-        return Answer.json({"type": request.type, "sampling_session_id": sampler.id})
+        return ResponseBody.json({"type": request.type, "sampling_session_id": sampler.id})
 
     async def freeze(self) -> Policy:
         """Keeps the current version for sampling, between two calls."""

@@ -31,7 +31,7 @@ SERVED_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", 
 OWN_LOSS = "for a loss of your own, there are create_custom_loss, and forward_backward_custom with a function"
 _OPTIONAL_INPUTS = ("weights", "old_logprobs", "reference_logprobs", "temperature", "kept")
 """Two are inputs of this server alone: `temperature`, at which the client sampled, the same number at every token, and
-`kept`, int64 [N, W], the words that its cut left for each target, filled up with -1; nothing but -1 for all words."""
+`kept`, int64 [N, W], the tokens that its cut left for each target, filled up with -1; nothing but -1 for all tokens."""
 _DTYPES: Mapping[int, Any] = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64}
 
 
@@ -249,13 +249,13 @@ def _read_temperature(field: str, given: NDArray[np.float32] | None) -> float:
 
 
 def _read_kept(field: str, given: NDArray[Any] | None) -> KeptSets | None:
-    """The kept sets of a datum's targets. The trainer checks the words."""
+    """The kept sets of a datum's targets. The trainer checks the tokens."""
     if given is None:
         return None
     if given.ndim != 2 or given.dtype != np.int64:
         raise ValueError(
             f"{field}.loss_fn_inputs['kept'] is {given.dtype} of shape {list(given.shape)}; it must be int64 [N, W], "
-            "the words that were kept for each target, filled up with -1"
+            "the tokens that were kept for each target, filled up with -1"
         )
     return KeptSets.of([np.unique(row[row >= 0]) for row in given])
 

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 
-from ownloop_server.answers import Answer, Answers, Call, Turns
+from ownloop_server.answers import Answers, PendingCall, ResponseBody, Turns
 from tests.waiting import run_virtual
 
 
@@ -15,8 +15,8 @@ def test_any_order_of_arrival_gives_the_order_of_the_numbers() -> None:
     async def main(numbers: list[int]) -> list[int]:
         turns, answers, ran, running = Turns("model"), Answers(), list[int](), 0
 
-        def call(number: int) -> Call:
-            async def run() -> Answer:
+        def call(number: int) -> PendingCall:
+            async def run() -> ResponseBody:
                 nonlocal running
                 running += 1
                 assert running == 1
@@ -25,7 +25,7 @@ def test_any_order_of_arrival_gives_the_order_of_the_numbers() -> None:
                 running -= 1
                 if number % 7 == 3:
                     raise ValueError("a user's mistake")
-                return Answer.json({"number": number})
+                return ResponseBody.json({"number": number})
 
             return run
 
@@ -52,7 +52,7 @@ def test_results_are_forgotten_some_time_after_they_were_fetched() -> None:
         fetched, _ = answers.open("fetched", "session", b"")
         kept, _ = answers.open("kept", "session", b"")
         for pending in (fetched, kept):
-            pending.set(Answer.json({}))
+            pending.set(ResponseBody.json({}))
         await fetched.wait(1)
         answers.sweep()
         assert len(answers) == 2  # a client may ask again
@@ -75,11 +75,11 @@ def test_calls_that_wait_end_with_the_model() -> None:
     async def main() -> list[bytes]:
         turns, answers = Turns("model"), Answers()
 
-        async def long() -> Answer:
+        async def long() -> ResponseBody:
             await asyncio.sleep(0.05)
-            return Answer.json({"whole": True})
+            return ResponseBody.json({"whole": True})
 
-        async def never() -> Answer:
+        async def never() -> ResponseBody:
             raise AssertionError("its turn never comes")
 
         pending = [answers.open(number, "session", b"")[0] for number in (0, 1, 7)]

@@ -2,7 +2,7 @@
 
 from generator.config import GeneratorConfig
 from ownloop_shelf.distill import DistillConfig
-from ownloop_shelf.distillation import Lesson
+from ownloop_shelf.distillation import Objective
 from rl.envs.largest_number import LargestNumber
 from rl.system.hardware import cpu_dtype
 from rl.types import SamplingParams
@@ -10,13 +10,13 @@ from trainer.config import TrainerConfig
 
 
 def recipe() -> DistillConfig:
-    """The model is its own teacher: on its own answers, which it reads after the right one (`lesson.hint`)."""
+    """The model is its own teacher: on its own answers, which it reads after the right one (`objective.hint`)."""
     dtype = cpu_dtype()
     trainer = TrainerConfig(compute_dtype=dtype, num_threads=2, max_tokens_per_microbatch=2048)
     return DistillConfig(
         model="smollm2-135m-instruct",
         teacher="self",
-        lesson=Lesson(divergence="reverse_kl", words=8, hint="answer"),
+        objective=Objective(divergence="reverse_kl", top_k=8, hint="answer"),
         env=LargestNumber(),
         trainer=trainer,
         teacher_trainer=trainer,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from controller.handles.offline import OfflineGeneratorConfig
 from controller.launching.launcher import Launcher
 from controller.runs import Console, Loop, RolloutLoopConfig, RolloutSource, Run, RunFolder
-from ownloop_shelf.distillation import Lesson, Teachers, eval_kl
+from ownloop_shelf.distillation import Objective, Teachers, eval_kl
 from rl.losses import token_mean
 from rl.rollouts.episodes import step_seed
 from rl.rollouts.evaluation import Evaluation
@@ -24,18 +24,18 @@ class DistillConfig(RolloutLoopConfig):
     """A recipe of this loop; `model` is the student, which samples each problem `group_size` times."""
 
     teacher: PathOrName
-    """Like `model`, with the student's tokenizer; or "self", the student with a hint (`lesson.hint`)."""
+    """Like `model`, with the student's tokenizer; or "self", the student with a hint (`objective.hint`)."""
     teacher_trainer: TrainerConfig
     """How a teacher is laid out. It only computes log-probs, so it holds neither gradients nor optimizer state."""
-    lesson: Lesson = field(default_factory=Lesson)
-    """Which divergence is learned from, over which words, with which hints, and further teachers."""
+    objective: Objective = field(default_factory=Objective)
+    """Which divergence is learned from, over which tokens, with which hints, and further teachers."""
     evaluations = ("between",)
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         RolloutLoopConfig.__post_init__(self)
         self._set("teacher_trainer", replace(self.teacher_trainer, frozen=True))
-        self.lesson.check(self.teacher, replays=isinstance(self.generator, OfflineGeneratorConfig))
+        self.objective.check(self.teacher, replays=isinstance(self.generator, OfflineGeneratorConfig))
 
     def loop(self) -> Loop:
         return train
@@ -44,14 +44,14 @@ class DistillConfig(RolloutLoopConfig):
 async def train(config: DistillConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
     run = Run(config, folder, console)
-    source, lesson = RolloutSource(config, run.phase, run.began, run.data), config.lesson
-    names = lesson.models(config.teacher, source.model, source.eval_problems)
+    source, objective = RolloutSource(config, run.phase, run.began, run.data), config.objective
+    names = objective.models(config.teacher, source.model, source.eval_problems)
     paths = [source.resolve_teacher(name) for name in names]
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
 
     async def evaluate() -> Evaluation:
         evaluation = await source.evaluate(generator)
-        if lesson.hint == "peer":  # a single answer has none
+        if objective.hint == "peer":  # a single answer has none
             return evaluation
         seeded = replace(source.sampling, seed=step_seed(config.seed, 0))
         kl = await eval_kl(teachers, source.eval_problems, seeded)
@@ -64,7 +64,7 @@ async def train(config: DistillConfig, folder: RunFolder, console: Console) -> N
             launcher.generator(source.model, config.generator),
             *(launcher.trainer(path, config.teacher_trainer, name=f"teacher{i or ''}") for i, path in enumerate(paths)),
         )
-        teachers = Teachers(lesson, config.teacher, frozen, trainer, generator, source.renderer, source.model)
+        teachers = Teachers(objective, config.teacher, frozen, trainer, generator, source.renderer, source.model)
         async with run.steps(evaluate, policy=trainer) as steps:
             await generator.pull_model_state_dict(await trainer.push_model_state_dict())
             async for step in steps:
@@ -74,7 +74,7 @@ async def train(config: DistillConfig, folder: RunFolder, console: Console) -> N
                     graded = await teachers.grade(groups, source.problems)
                 if graded.batch:
                     async with run.clock("forward_backward"):
-                        output = await trainer.forward_backward(graded.batch, lesson.loss)
+                        output = await trainer.forward_backward(graded.batch, objective.loss)
                     async with run.clock("optim_step"):
                         params = config.optim(learning_rate(step - 1))
                         update = await trainer.optim_step(params, token_mean(graded.sampled))

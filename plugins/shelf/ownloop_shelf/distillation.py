@@ -2,7 +2,7 @@
 
     rollouts --> views: what a teacher reads, the same tokens or a prompt with a hint before them
                    |
-                   +--> words: the sampled token of a position, or its most probable words
+                   +--> tokens: the sampled token of a position, or its most probable tokens
                             |
                             +--> each teacher's log-probs of them --> a batch for the student's loss
 
@@ -10,7 +10,7 @@ A teacher is another model, or the student itself with a hint: self-distillation
 https://arxiv.org/abs/2601.18734), SDFT (https://arxiv.org/abs/2601.19897) and SDPO (an answer of the group that did
 better, https://arxiv.org/abs/2601.20802). The loop is `distill.py`.
 
-Legend: D datums, T positions of one, N scored ones, K words of a position; q the student's log-prob when it sampled a
+Legend: D datums, T positions of one, N scored ones, K tokens of a position; q the student's log-prob when it sampled a
 token, f the teacher's.
 """
 
@@ -34,24 +34,24 @@ from rl.sampling import MAX_TOPK_LOGPROBS
 from rl.system.hf_config import read_config
 from rl.types import Datum, ForwardBackwardOutput, Group, Rollout, SamplingParams, Turn
 
-Words = NDArray[np.int64]
+TokenIds = NDArray[np.int64]
 Divergence = Literal["sampled", "reverse_kl", "forward_kl", "jensen_shannon"]
 Hint = Literal["none", "answer", "peer"]
 SELF = "self"
 """The teacher's name that stands for the student, as it is when it learns."""
-_MOST_WORDS = 4096
+_LARGEST_VOCABULARY = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
+class Objective:
     """What a student learns from the teachers of its own answers."""
 
     divergence: Divergence = "sampled"
     """"sampled" takes the reverse KL of sampled tokens as their advantages. The others are losses of `docs/losses.md`
-    over the `words` of each position."""
-    words: int = 0
-    """Most probable words of a position that a divergence is a sum over: up to 20, or -1 for the whole vocabulary. They
-    are the student's; for "forward_kl" under a hint, the student's with the hint."""
+    over the `top_k` tokens of each position."""
+    top_k: int = 0
+    """Most probable tokens of a position that a divergence is a sum over: up to 20, or -1 for the whole vocabulary.
+    They are the student's; for "forward_kl" under a hint, the student's with the hint."""
     discount: float = 0.0
     """Of "sampled": with 0 a token answers for its own divergence only, with 1 also for that of all tokens after it."""
     hint: Hint = "none"
@@ -66,53 +66,57 @@ class Lesson:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        check_known("lesson.divergence", self.divergence, get_args(Divergence))
-        check_known("lesson.hint", self.hint, get_args(Hint))
-        check_between(0, 1, **{"lesson.discount": self.discount})
+        check_known("objective.divergence", self.divergence, get_args(Divergence))
+        check_known("objective.hint", self.hint, get_args(Hint))
+        check_between(0, 1, **{"objective.discount": self.discount})
         sampled = self.divergence == "sampled"
-        if not (self.words == 0 if sampled else self.words == -1 or 1 <= self.words <= MAX_TOPK_LOGPROBS):
+        if not (self.top_k == 0 if sampled else self.top_k == -1 or 1 <= self.top_k <= MAX_TOPK_LOGPROBS):
             accepted = "0" if sampled else f"from 1 to {MAX_TOPK_LOGPROBS}, or -1 for all"
-            raise ValueError(f"lesson.words is {self.words}; with divergence {self.divergence!r} it must be {accepted}")
+            raise ValueError(
+                f"objective.top_k is {self.top_k}; with divergence {self.divergence!r} it must be {accepted}"
+            )
         if self.discount and not sampled:
-            raise ValueError(f"lesson.discount is {self.discount}; only divergence 'sampled' has one, so leave it at 0")
+            raise ValueError(
+                f"objective.discount is {self.discount}; only divergence 'sampled' has one, so leave it at 0"
+            )
         if "{hint}" not in self.hint_text:
-            raise ValueError(f"lesson.hint_text is {self.hint_text!r}; it must contain {{hint}}")
+            raise ValueError(f"objective.hint_text is {self.hint_text!r}; it must contain {{hint}}")
         weights = self.more_teachers.values()
         if not all(weight > 0 for weight in weights) or not sum(weights) < 1:
             raise ValueError(
-                f"lesson.more_teachers is {dict(self.more_teachers)}; weights must be above 0 and add up to less than 1"
+                f"objective.more_teachers is {dict(self.more_teachers)}; weights must be above 0, their sum below 1"
             )
 
     def names(self, teacher: str) -> tuple[str, ...]:
         """All teachers, the recipe's first. Raises ValueError for a student without a hint as its own teacher."""
         names = tuple(dict.fromkeys((teacher, *self.task_teachers.values(), *self.more_teachers)))
         if SELF in names and self.hint == "none":
-            raise ValueError("teacher is 'self' and lesson.hint is 'none', so it has nothing to teach; set lesson.hint")
+            raise ValueError("teacher is 'self' and objective.hint is 'none', so nothing is taught; set objective.hint")
         return names
 
     def check(self, teacher: str, *, replays: bool) -> None:
         """Raises ValueError as `names` does, and in a replay for what a recording lacks."""
         self.names(teacher)
-        if replays and (self.hint != "none" or self.words):
+        if replays and (self.hint != "none" or self.top_k):
             raise ValueError(
-                f"lesson.hint is {self.hint!r} and lesson.words {self.words}; a replay has neither the problems for "
-                "hints nor a generator that names words: set them to 'none' and 0"
+                f"objective.hint is {self.hint!r} and objective.top_k {self.top_k}; a replay has neither problems "
+                "for hints nor a generator that names tokens: set them to 'none' and 0"
             )
 
     def models(self, teacher: str, student: Path, problems: Sequence[Problem]) -> list[str]:
         """The teachers to start: all but the student.
 
-        Raises ValueError for a problem without an answer, if that is the hint, and for all words of a large vocabulary.
+        Raises ValueError for a problem without an answer, if that is the hint, and for the whole of a large vocabulary.
         """
         for problem in problems:
             if self.hint == "answer" and getattr(problem, "answer", None) is None:
                 raise ValueError(
-                    f"lesson.hint is 'answer' and problem {problem.id!r} has no attribute `answer`; use 'peer'"
+                    f"objective.hint is 'answer' and problem {problem.id!r} has no attribute `answer`; use 'peer'"
                 )
-        if self.words == -1 and num_words(student) > _MOST_WORDS:
+        if self.top_k == -1 and vocab_size(student) > _LARGEST_VOCABULARY:
             raise ValueError(
-                f"lesson.words is -1 and the model has {num_words(student)} words; each is scored as a position of its "
-                f"own, which is for up to {_MOST_WORDS}; use up to {MAX_TOPK_LOGPROBS} of the most probable"
+                f"objective.top_k is -1 and the model has {vocab_size(student)} tokens; each is scored as a position "
+                f"of its own, which is for up to {_LARGEST_VOCABULARY}; use at most {MAX_TOPK_LOGPROBS}"
             )
         return [name for name in self.names(teacher) if name != SELF]
 
@@ -135,14 +139,14 @@ class Graded:
     sampled: list[Datum]
     """[D] the answers, as they were sampled."""
     batch: list[Datum]
-    """What the student learns from: `sampled` with advantages, or a datum for each word and teacher."""
+    """What the student learns from: `sampled` with advantages, or a datum for each token and teacher."""
     fraction: float
     """The part of the rollouts that these are: others have no sampled token, or no hint."""
     logprobs: list[NDArray[np.float32]] = field(default_factory=list[NDArray[np.float32]])
-    """One [T] per answer: the teachers' log-probs of sampled tokens, weighted. Empty if words are compared."""
+    """One [T] per answer: the teachers' log-probs of sampled tokens, weighted. Empty if tokens are compared."""
 
     def metrics(self, output: ForwardBackwardOutput) -> dict[str, float]:
-        """`kl_to_teacher` per sampled token: k3, or the divergence over words, which is the loss of `batch`.
+        """`kl_to_teacher` per sampled token: k3, or the divergence over tokens, which is the loss of `batch`.
 
         And `graded_fraction`, the part of the step's rollouts that could be graded.
         """
@@ -155,10 +159,10 @@ class Graded:
 class Teachers:
     """The teachers of a run, and their student."""
 
-    lesson: Lesson
+    objective: Objective
     teacher: str
     frozen: Sequence[Trainer]
-    """In the order of `Lesson.models`."""
+    """In the order of `Objective.models`."""
     student: Trainer
     generator: Generator
     """It samples from the student."""
@@ -170,7 +174,7 @@ class Teachers:
     def trainers(self) -> dict[str, Trainer]:
         """Every teacher by its name."""
         others = iter(self.frozen)
-        return {name: self.student if name == SELF else next(others) for name in self.lesson.names(self.teacher)}
+        return {name: self.student if name == SELF else next(others) for name in self.objective.names(self.teacher)}
 
     async def grade(self, groups: Sequence[Group], problems: Mapping[str, Problem]) -> Graded:
         """Grades the rollouts of a step. `problems` has the groups' problems by id, for hints."""
@@ -183,19 +187,19 @@ class Teachers:
                     views.append(view)
                     tasks.append(group.problem_id.partition(": ")[0])  # as `ownloop_tasks.mixture` names them
         sampled = [rollout_to_datum(rollout, 0.0) for rollout in rollouts]
-        read = sampled if self.lesson.hint == "none" else [rollout_to_datum(view, 0.0) for view in views]
+        read = sampled if self.objective.hint == "none" else [rollout_to_datum(view, 0.0) for view in views]
         fraction = len(sampled) / max(sum(len(group.rollouts) for group in groups), 1)
         if not sampled:
             return Graded(sampled=[], batch=[], fraction=fraction)
-        if self.lesson.divergence == "sampled":
+        if self.objective.divergence == "sampled":
             graded = await self._logprobs(sampled, read, tasks)
             logprobs = [np.array(sum(w * f for w, f in of_datum), np.float32) for of_datum in graded]
-            batch = reverse_kl_advantages(sampled, logprobs, discount=self.lesson.discount)
+            batch = reverse_kl_advantages(sampled, logprobs, discount=self.objective.discount)
             return Graded(sampled=sampled, batch=batch, fraction=fraction, logprobs=logprobs)
-        words = await self._words(views if self.lesson.divergence == "forward_kl" else rollouts)
-        expanded, read = over_words(sampled, words), over_words(read, words)
-        of_words = [task for task, each in zip(tasks, words, strict=True) for _ in each.T]
-        graded = await self._logprobs(expanded, read, of_words)
+        tokens = await self._most_probable(views if self.objective.divergence == "forward_kl" else rollouts)
+        expanded, read = over_tokens(sampled, tokens), over_tokens(read, tokens)
+        task_of_each = [task for task, each in zip(tasks, tokens, strict=True) for _ in each.T]
+        graded = await self._logprobs(expanded, read, task_of_each)
         batch = [
             with_inputs([datum.weighted(share)], teacher_logprobs=[f])[0]
             for datum, of_datum in zip(expanded, graded, strict=True)
@@ -205,17 +209,17 @@ class Teachers:
 
     def _view(self, group: Group, rollout: Rollout, problems: Mapping[str, Problem]) -> Rollout | None:
         """What teachers read of a rollout; None without a hint, or without the room for it."""
-        if self.lesson.hint == "none":
+        if self.objective.hint == "none":
             return rollout
         problem = problems[group.problem_id]
-        if self.lesson.hint == "peer":
+        if self.objective.hint == "peer":
             best = max(group.rollouts, key=lambda each: each.reward)
             hint = best.text if best.reward > rollout.reward else None
         else:
             hint = getattr(problem, "answer", None)
         if hint is None:
             return None
-        prompt = with_hint(problem.prompt, self.lesson.hint_text.replace("{hint}", str(hint)))
+        prompt = with_hint(problem.prompt, self.objective.hint_text.replace("{hint}", str(hint)))
         view = hinted(rollout, self.renderer.encode(prompt, getattr(problem, "tools", ())))
         size = sum(len(turn.prompt_tokens) + len(turn.completion.tokens) for turn in view.turns)
         return view if size <= (self.renderer.max_model_len or size) else None
@@ -224,7 +228,7 @@ class Teachers:
         self, student: Sequence[Datum], read: Sequence[Datum], tasks: Sequence[str]
     ) -> list[list[tuple[float, NDArray[np.float32]]]]:
         """Of each datum, the weight of each of its teachers with the log-probs [T] of the targets that it gives."""
-        shares = [self.lesson.shares(self.teacher, task) for task in tasks]
+        shares = [self.objective.shares(self.teacher, task) for task in tasks]
         trainers = self.trainers
         pupils = {name: [i for i, of_datum in enumerate(shares) if name in of_datum] for name in trainers}
 
@@ -239,18 +243,18 @@ class Teachers:
                 found[i].append((shares[i][name], scatter_scored(student[i], of_scored)))
         return found
 
-    async def _words(self, rollouts: Sequence[Rollout]) -> list[Words]:
-        """[N, K] of each rollout: the most probable words in the place of its sampled tokens, by the generator."""
-        if self.lesson.words == -1:
-            every = np.arange(num_words(self.model))
+    async def _most_probable(self, rollouts: Sequence[Rollout]) -> list[TokenIds]:
+        """[N, K] of each rollout: the most probable tokens in the place of its sampled tokens, by the generator."""
+        if self.objective.top_k == -1:
+            every = np.arange(vocab_size(self.model))
             return [np.tile(every, (rollout.num_sampled_tokens, 1)) for rollout in rollouts]
-        sampling = SamplingParams(max_tokens=1, temperature=0.0, topk_prompt_logprobs=self.lesson.words)
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, topk_prompt_logprobs=self.objective.top_k)
 
-        async def ask(rollout: Rollout) -> Words:
+        async def ask(rollout: Rollout) -> TokenIds:
             parts = [part for turn in rollout.turns for part in (turn.prompt_tokens, turn.completion.tokens)]
             (scored,) = await self.generator.generate(join_tokens(*parts), sampling)
             assert scored.topk_prompt_logprobs is not None
-            best = np.array([[word for word, _ in row] for row in scored.topk_prompt_logprobs])
+            best = np.array([[token for token, _ in row] for row in scored.topk_prompt_logprobs])
             return best[rollout_to_datum(rollout, 0.0).counted]
 
         return await asyncio.gather(*(ask(rollout) for rollout in rollouts))
@@ -277,19 +281,19 @@ def reverse_kl_advantages(
     return with_inputs(batch, advantages=advantages)
 
 
-def num_words(model: Path) -> int:
-    """The words of a model that have a log-prob."""
+def vocab_size(model: Path) -> int:
+    """The tokens of a model that have a log-prob."""
     return read_config(model)["vocab_size"]
 
 
-def over_words(batch: Sequence[Datum], words: Sequence[Words]) -> list[Datum]:
-    """A datum for each word: K copies of each datum, with column k of its words [N, K] as targets.
+def over_tokens(batch: Sequence[Datum], tokens: Sequence[TokenIds]) -> list[Datum]:
+    """A datum for each token: K copies of each datum, with column k of its tokens [N, K] as targets.
 
-    A trainer computes the tokens of the copies once. Words are scored among all words at temperature 1, however the
+    A trainer computes the tokens of the copies once. Tokens are scored among all tokens at temperature 1, however the
     answers were sampled: the divergence is that of the models themselves.
     """
     expanded: list[Datum] = []
-    for datum, of_datum in zip(batch, words, strict=True):
+    for datum, of_datum in zip(batch, tokens, strict=True):
         for targets in of_datum.T:
             array = np.zeros(len(datum.tokens), np.int64)
             array[datum.counted] = targets
@@ -305,7 +309,7 @@ def with_hint(prompt: Prompt, hint: str) -> Prompt:
     messages = [dict(message) for message in prompt]
     last = next((message for message in reversed(messages) if message["role"] == "user"), None)
     if last is None:
-        raise ValueError("lesson.hint is added to a message of the user, and the problem's prompt has none")
+        raise ValueError("objective.hint is added to a message of the user, and the problem's prompt has none")
     content: Any = last["content"]
     last["content"] = f"{content}\n\n{hint}" if isinstance(content, str) else [*content, {"type": "text", "text": hint}]
     return messages
@@ -333,7 +337,7 @@ async def eval_kl(teachers: Teachers, problems: Sequence[Problem], sampling: Sam
         return Group(problem_id=problem.id, prompt="", rollouts=(rollout,))
 
     groups = await asyncio.gather(*(answer(index, problem) for index, problem in enumerate(problems)))
-    lesson = replace(teachers.lesson, divergence="sampled", words=0)
-    graded = await replace(teachers, lesson=lesson).grade(groups, {problem.id: problem for problem in problems})
+    objective = replace(teachers.objective, divergence="sampled", top_k=0)
+    graded = await replace(teachers, objective=objective).grade(groups, {problem.id: problem for problem in problems})
     pairs = zip(sampled_logprobs(graded.sampled), gather_scored(graded.sampled, graded.logprobs), strict=True)
     return Measurement(values=np.array([kl_estimates(q, f, "k3").mean() for q, f in pairs]))

@@ -290,7 +290,7 @@ def _with_selected(batch: Sequence[Datum], selected: NDArray[np.int64]) -> list[
 def reverse_kl(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
     """sum w (exp(p) (p - f) - exp(p) + exp(f)): KL(student || teacher), with f = `teacher_logprobs`.
 
-    A position has a datum for each of its words. No word's term is negative; over all words the last two cancel, and
+    A position has a datum for each of its tokens. No token's term is negative; over all tokens the last two cancel, and
     the sum is the KL divergence. Over some, as the most probable ones, it is a lower bound, which is 0 where p = f.
     On-policy distillation, eq. 3 of GKD, https://arxiv.org/abs/2306.13649; the loop `distill` makes such a batch.
     """
@@ -300,7 +300,7 @@ def reverse_kl(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> 
 
 
 def forward_kl(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-    """sum w (exp(f) (f - p) - exp(f) + exp(p)): KL(teacher || student). Words and bound are as in `reverse_kl`."""
+    """sum w (exp(f) (f - p) - exp(f) + exp(p)): KL(teacher || student). Tokens and bound are as in `reverse_kl`."""
     del entropy
     p, f = _student_and_teacher(logprobs, inputs)
     return (inputs.weights * (f.exp() * (f - p) - f.exp() + p.exp())).sum(), {}
@@ -309,7 +309,7 @@ def forward_kl(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> 
 def jensen_shannon(logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Metrics]:
     """sum w/2 (exp(p) (p - m) + exp(f) (f - m)), with m = log((exp(p) + exp(f)) / 2): between the two directions.
 
-    Words and bound are as in `reverse_kl`. Eq. 1 of GKD, https://arxiv.org/abs/2306.13649, with its beta at 1/2.
+    Tokens and bound are as in `reverse_kl`. Eq. 1 of GKD, https://arxiv.org/abs/2306.13649, with its beta at 1/2.
     """
     del entropy
     p, f = _student_and_teacher(logprobs, inputs)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ownloop_shelf.distillation import Lesson, Teachers, eval_kl, reverse_kl_advantages, with_hint
+from ownloop_shelf.distillation import Objective, Teachers, eval_kl, reverse_kl_advantages, with_hint
 from rl.data.sources import text_to_datum
 from rl.envs.procedural import TextProblem
 from rl.lora import LivePolicy, Policy
@@ -115,7 +115,7 @@ def test_the_student_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
             await teacher.forward_backward(lesson, "cross_entropy")
             await teacher.optim_step(AdamParams(learning_rate=3e-3))
         before = await true_kl(student, teacher, prompts)
-        teachers = Teachers(Lesson(), "t", [teacher], student, generator, Renderer(model), model)
+        teachers = Teachers(Objective(), "t", [teacher], student, generator, Renderer(model), model)
         measured = await eval_kl(teachers, problems * 40, sampling)
         assert measured.interval.low * 0.8 < before < measured.interval.high * 1.2
         for _ in range(8):
@@ -165,8 +165,8 @@ def test_the_expected_gradient_is_that_of_the_kl(tmp_path: Path) -> None:
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-5)
 
 
-def _lesson(kind: str, words: int, **more: Any) -> Lesson:
-    return Lesson(divergence=kind, words=words, **more)  # type: ignore[arg-type]
+def _objective(kind: str, words: int, **more: Any) -> Objective:
+    return Objective(divergence=kind, top_k=words, **more)  # type: ignore[arg-type]
 
 
 def _taught(model: Path, *targets: int) -> EngineTrainer:
@@ -217,13 +217,13 @@ def test_words_of_two_teachers_against_plain_torch(tmp_path: Path, kind: str, wo
     """Value and gradient, of the most probable words and of the whole vocabulary."""
     model = tiny_llama(tmp_path / "model")
     student, teachers = EngineTrainer(model, 5), [_taught(model, 9), _taught(model, 20, 30)]
-    lesson = _lesson(kind, words, more_teachers={"b": 0.25})
-    grading = Teachers(lesson, "a", teachers, student, EngineSampler(student), Renderer(model), model)
+    objective = _objective(kind, words, more_teachers={"b": 0.25})
+    grading = Teachers(objective, "a", teachers, student, EngineSampler(student), Renderer(model), model)
     rollouts = (_rollout((3, 4), (9, 8, 7)), _rollout((3, 4), (11,)))
     group = Group(problem_id="one", prompt="", rollouts=rollouts)
 
     graded = asyncio.run(grading.grade([group], {}))
-    output = asyncio.run(student.forward_backward(graded.batch, lesson.loss))
+    output = asyncio.run(student.forward_backward(graded.batch, objective.loss))
     ours, others = _plain_policy(model, student), [_plain_policy(model, teacher) for teacher in teachers]
     expected = torch.zeros(())
     for rollout in rollouts:
@@ -252,8 +252,8 @@ def test_a_hint_is_read_by_the_teacher_alone(tmp_path: Path, hint: str) -> None:
     prompt, answer = renderer.encode_problem(problem), (9, 8, 7)
     rollouts = (_rollout(prompt, answer), _rollout(prompt, (11,), reward=1.0))
     group = Group(problem_id="one", prompt="", rollouts=rollouts)
-    lesson = _lesson("sampled", 0, hint=hint, hint_text="w5 {hint} w6")
-    grading = Teachers(lesson, "self", (), student, EngineSampler(student), renderer, model)
+    objective = _objective("sampled", 0, hint=hint, hint_text="w5 {hint} w6")
+    grading = Teachers(objective, "self", (), student, EngineSampler(student), renderer, model)
 
     graded = asyncio.run(grading.grade([group], {"one": problem}))
     assert len(graded.sampled) == (2 if hint == "answer" else 1)  # the best one has no better peer
@@ -266,8 +266,8 @@ def test_a_hint_is_read_by_the_teacher_alone(tmp_path: Path, hint: str) -> None:
 def test_a_task_has_its_own_teacher(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")
     teachers = [_taught(model), _taught(model, 9), _taught(model, 20)]
-    lesson = _lesson("sampled", 0, task_teachers={"words": "b"}, more_teachers={"c": 0.25})
-    grading = Teachers(lesson, "a", teachers, teachers[0], EngineSampler(teachers[0]), Renderer(model), model)
+    objective = _objective("sampled", 0, task_teachers={"words": "b"}, more_teachers={"c": 0.25})
+    grading = Teachers(objective, "a", teachers, teachers[0], EngineSampler(teachers[0]), Renderer(model), model)
     rollout = _rollout((3, 4), (9, 8))
     groups = [Group(problem_id=name, prompt="", rollouts=(rollout,)) for name in ("words: 1", "sums: 1")]
     graded = asyncio.run(grading.grade(groups, {}))
@@ -281,45 +281,45 @@ def test_a_hint_follows_the_users_last_message() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "q"}]}]
     (message,) = with_hint(parts, "h")
     assert message["content"][1] == {"type": "text", "text": "h"}  # type: ignore[index]
-    with pytest.raises(ValueError, match=r"lesson.hint is added to a message of the user"):
+    with pytest.raises(ValueError, match=r"objective.hint is added to a message of the user"):
         with_hint([{"role": "system", "content": "s"}], "h")
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"divergence": "kl"}, r"lesson.divergence is 'kl'"),
-        ({"words": 5}, r"lesson.words is 5; with divergence 'sampled' it must be 0"),
-        ({"divergence": "reverse_kl", "words": 21}, r"lesson.words is 21; .* from 1 to 20, or -1 for all"),
-        ({"divergence": "reverse_kl", "words": 5, "discount": 0.5}, r"only divergence 'sampled' has one"),
-        ({"discount": 2}, r"lesson.discount is 2; it must be in \[0, 1\]"),
-        ({"hint_text": "no"}, r"lesson.hint_text is 'no'; it must contain \{hint\}"),
-        ({"more_teachers": {"b": 1.0}}, r"add up to less than 1"),
+        ({"divergence": "kl"}, r"objective.divergence is 'kl'"),
+        ({"top_k": 5}, r"objective.top_k is 5; with divergence 'sampled' it must be 0"),
+        ({"divergence": "reverse_kl", "top_k": 21}, r"objective.top_k is 21; .* from 1 to 20, or -1 for all"),
+        ({"divergence": "reverse_kl", "top_k": 5, "discount": 0.5}, r"only divergence 'sampled' has one"),
+        ({"discount": 2}, r"objective.discount is 2; it must be in \[0, 1\]"),
+        ({"hint_text": "no"}, r"objective.hint_text is 'no'; it must contain \{hint\}"),
+        ({"more_teachers": {"b": 1.0}}, r"their sum below 1"),
         ({"more_teachers": {"b": -0.1}}, r"weights must be above 0"),
     ],
 )
-def test_mistakes_of_a_lesson_are_named(wrong: dict[str, Any], message: str) -> None:
+def test_mistakes_of_an_objective_are_named(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Lesson(**wrong)
+        Objective(**wrong)
 
 
-def test_a_lesson_that_cannot_be_given_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"it has nothing to teach; set lesson.hint"):
-        Lesson().names("self")
+def test_an_objective_that_cannot_be_met_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"set objective.hint"):
+        Objective().names("self")
     model = tiny_llama(tmp_path / "model", vocab_size=5000)
-    with pytest.raises(ValueError, match=r"the model has 5000 words; .* use up to 20 of the most probable"):
-        _lesson("reverse_kl", -1).models("a", model, ())
+    with pytest.raises(ValueError, match=r"top_k is -1 and the model has 5000"):
+        _objective("reverse_kl", -1).models("a", model, ())
     unknown = TextProblem(id="one", prompt="w3", score=len)
     with pytest.raises(ValueError, match=r"problem 'one' has no attribute `answer`; use 'peer'"):
-        Lesson(hint="answer").models("self", model, [unknown])
+        Objective(hint="answer").models("self", model, [unknown])
 
 
-@pytest.mark.parametrize("lesson", [Lesson(hint="peer"), Lesson(divergence="reverse_kl", words=3)])
-def test_a_replay_that_lacks_hints_or_words_is_refused(lesson: Lesson) -> None:
-    lesson.check("other", replays=False)
-    with pytest.raises(ValueError, match=r"lesson\.hint is .* and lesson\.words \d; a replay has neither"):
-        lesson.check("other", replays=True)
-    Lesson().check("other", replays=True)
+@pytest.mark.parametrize("objective", [Objective(hint="peer"), Objective(divergence="reverse_kl", top_k=3)])
+def test_a_replay_that_lacks_hints_or_words_is_refused(objective: Objective) -> None:
+    objective.check("other", replays=False)
+    with pytest.raises(ValueError, match=r"objective\.hint is .* and objective\.top_k \d; a replay has neither"):
+        objective.check("other", replays=True)
+    Objective().check("other", replays=True)
 
 
 @pytest.mark.stranger("B2")

@@ -11,7 +11,7 @@ import pytest
 from controller.runs.folder import RunFolder
 from ownloop_shelf import distill
 from ownloop_shelf.distill import DistillConfig
-from ownloop_shelf.distillation import Lesson
+from ownloop_shelf.distillation import Objective
 from rl.data.sources import text_to_datum
 from rl.losses import token_mean
 from rl.tiny_models import VOCAB_SIZE
@@ -64,7 +64,7 @@ def test_a_student_teaches_itself_over_words(tmp_path: Path, hint: str) -> None:
         **rollout_options(model),
         teacher="self",
         teacher_trainer=TRAINER,
-        lesson=Lesson(divergence="forward_kl", words=4, hint=hint, hint_text="{hint}"),  # type: ignore[arg-type]
+        objective=Objective(divergence="forward_kl", top_k=4, hint=hint, hint_text="{hint}"),  # type: ignore[arg-type]
         num_steps=2,
         prompts_per_step=4,
         group_size=4,
@@ -100,7 +100,7 @@ def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> 
     refused(distill, replace(config, teacher="runs/none/model"), r"teacher: model 'runs/none/model'", next(runs))
     too_long = replace(config, sampling=SamplingParams(max_tokens=60))
     refused(distill, too_long, r"the prompt of problem .* has \d+ tokens", next(runs))
-    with pytest.raises(ValueError, match=r"teacher is 'self' and lesson.hint is 'none'"):
+    with pytest.raises(ValueError, match=r"teacher is 'self' and objective.hint is 'none'"):
         replace(config, teacher="self")
     with pytest.raises(ValueError, match=r"evaluation is 'beside'; in this loop it must be one of \('between',\)"):
         replace(config, evaluation="beside")

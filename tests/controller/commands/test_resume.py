@@ -9,7 +9,7 @@ import pytest
 from controller.commands.command_line import CommandEndedError
 from controller.commands.recipes import find_recipe, load_recipe, override
 from controller.commands.resume import check_inputs, inputs_of, resumed_configuration
-from controller.commands.saved_recipe import add_options, find_run, how_to_go_on, save_recipe
+from controller.commands.saved_recipe import add_options, find_run, resume_hint, save_recipe
 from controller.runs.checkpoints import check_position
 from controller.runs.folder import CONFIG_FILE, RunFolder, read_json, write_json
 from rl.types import PathOrName
@@ -187,7 +187,7 @@ def test_secrets_stay_out_of_the_folder(tmp_path: Path, monkeypatch: pytest.Monk
     add_options(folder, ["--env.api-key", "sk-third", "--seed", "0"])
     assert resumed_configuration(folder, []).env.api_key == "sk-third"
     assert (folder / "recipe.json").stat().st_mode & 0o077 == 0
-    assert how_to_go_on(folder).endswith(f"ownloop run {file} --env.api-key '***' --seed 0")
+    assert resume_hint(folder).endswith(f"ownloop run {file} --env.api-key '***' --seed 0")
 
 
 @pytest.mark.stranger("F1")
@@ -199,7 +199,7 @@ def test_no_secret_is_in_a_page_a_help_text_or_a_readable_file(tmp_path: Path) -
     assert len(shown) >= 4  # metrics, configuration, lock, card and its model's
     with pytest.raises(CommandEndedError) as help_text:
         override(load_recipe(file), ["--help"], "ownloop")
-    for text in (*shown, how_to_go_on(folder.path), str(help_text.value)):
+    for text in (*shown, resume_hint(folder.path), str(help_text.value)):
         assert not re.findall(r"SOWN-?\d*", text)
     assert "--env.api-key" in str(help_text.value)
 

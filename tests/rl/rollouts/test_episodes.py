@@ -186,7 +186,7 @@ def test_rollouts_of_another_distribution_are_not_trained_on(changed: dict[str, 
         return asyncio.run(rollout_group(generator, RENDERER, problem, SamplingParams(max_tokens=4, **fields), 2))
 
     assert len(group_to_data(sampled(), group_mean)) == 2
-    message = "training rollouts need at least" if "temperature" in changed else "the completions have no `kept` words"
+    message = "training rollouts need at least" if "temperature" in changed else "the completions have no `kept` tokens"
     with pytest.raises(ValueError, match=message):
         group_to_data(sampled(**changed), group_mean)
 

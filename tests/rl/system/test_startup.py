@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.system.hardware import import_for_good, without_garbage_collection, without_walking_what_exists
+from rl.system.hardware import import_and_freeze, without_garbage_collection, without_walking_what_exists
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,12 +34,12 @@ def test_only_the_first_import_exempts_objects(tmp_path: Path, monkeypatch: pyte
     monkeypatch.syspath_prepend(tmp_path)
     gc.unfreeze()
     try:
-        module = import_for_good("heavy_module")
+        module = import_and_freeze("heavy_module")
         assert not module.enabled
         assert gc.isenabled()
         frozen = gc.get_freeze_count()
         assert frozen > 1000
-        assert import_for_good("heavy_module") is module
+        assert import_and_freeze("heavy_module") is module
         assert gc.get_freeze_count() <= frozen
     finally:
         gc.unfreeze()

@@ -106,7 +106,7 @@ GROUPS = [(7, (1, 4, 9, 4)), (20, (3, 3)), (5, (6,)), (60, (60,) * 10)]
 def test_what_datums_share_changes_no_gradient(
     model: Path, groups: list[tuple[int, tuple[int, ...]]], opening: int, unscored: float, num_words: int
 ) -> None:
-    batch = random_groups(groups, opening=opening, unscored=unscored, num_words=num_words)
+    batch = random_groups(groups, opening=opening, unscored=unscored, vocab_size=num_words)
     engine, reference = build(model), ReferencePolicy(model)
     assert engine.shares_prefixes
     output = engine.forward_backward([batch], get_loss("importance_sampling"))

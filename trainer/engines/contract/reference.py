@@ -38,12 +38,12 @@ def random_groups(
     opening: int = 0,
     *,
     unscored: float = 0,
-    num_words: int = VOCAB_SIZE,
+    vocab_size: int = VOCAB_SIZE,
 ) -> list[Datum]:
     """Datums that begin alike, shuffled: for each group the length of its prompt and of each of its completions.
 
     All prompts have `opening` more tokens before them, the same ones. As in a rollout, the last token of the prompt is
-    the first position that is scored; those before it have the weight `unscored`. Completions are of `num_words`
+    the first position that is scored; those before it have the weight `unscored`. Completions are of `vocab_size`
     different tokens: of few, some begin alike.
     """
     rng = np.random.default_rng(seed)
@@ -53,7 +53,7 @@ def random_groups(
         prompt = np.concatenate([start, rng.integers(0, VOCAB_SIZE, own_length)])
         prompt_length = len(prompt)
         for length in completion_lengths:
-            tokens = np.concatenate([prompt, rng.integers(0, num_words, length)])
+            tokens = np.concatenate([prompt, rng.integers(0, vocab_size, length)])
             inputs: dict[str, NDArray[np.int64] | NDArray[np.float32]] = {
                 "target_tokens": tokens[1:],
                 "weights": np.where(np.arange(len(tokens) - 1) >= prompt_length - 1, 1, unscored).astype(np.float32),
@@ -74,7 +74,7 @@ def sampled_otherwise(batch: Sequence[Datum]) -> list[Datum]:
     def kept(datum: Datum) -> KeptSets:
         cut = [np.flatnonzero(rng.random(VOCAB_SIZE) < rng.random()) for _ in datum.tokens[1:]]
         pairs = zip(cut, datum.loss_inputs["target_tokens"][1:], strict=True)
-        return KeptSets.of([[], *(np.union1d(words, [target]) for words, target in pairs)])
+        return KeptSets.of([[], *(np.union1d(tokens, [target]) for tokens, target in pairs)])
 
     return [
         replace(datum, temperature=(0.6, 1.0, 1.7)[i % 3], kept=kept(datum) if i % 3 else None)
@@ -127,7 +127,7 @@ class ReferencePolicy:
         return -(logprobs.exp() * logprobs).sum(-1)
 
     def _distributions(self, datum: Datum) -> Tensor:
-        """[T, V] log-probs at the datum's temperature, of kept words; finite and below all others for words cut off."""
+        """[T, V] log-probs at the datum's temperature, of kept tokens; finite and below all others elsewhere."""
         logits = self.logits(datum) / datum.temperature
         if datum.kept is not None:
             cut_off = torch.from_numpy(np.repeat(datum.kept.counts > 0, logits.shape[1])).view_as(logits)

@@ -1,9 +1,8 @@
 """The distribution that each scored pair of a row is scored under: the one that its token was sampled from.
 
-Logits are divided by the temperature, and only the words that the sampler kept have a probability. A model that is sure
-of itself keeps few, so a chunk of positions is multiplied with the rows of the vocabulary that its sets have, not with
-all. Legend: C positions of a chunk, U different words of their sets, k words of all sets together.
-"""
+Logits are divided by the temperature, and only the tokens that the sampler kept have a probability. A model that is
+sure of itself keeps few, so a chunk of positions is multiplied with the rows of the vocabulary that its sets have, not
+with all. Legend: C positions of a chunk, U different tokens of their sets, k tokens of all sets together."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from rl.sampling import KeptSets
 from trainer.engines.pytorch.row_runner import to_tensor
 
 _IMPOSSIBLE = -1e30
-"""The logit of a word that was cut off: its exponential is 0, and unlike that of -inf, its product with 0 is 0."""
+"""The logit of a token that was cut off: its exponential is 0, and unlike that of -inf, its product with 0 is 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,19 +57,19 @@ MODEL_DISTRIBUTION = Distribution()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ChunkWords:
-    """The words of a chunk's kept sets among the rows of the vocabulary that a rank holds."""
+class ChunkTokens:
+    """The tokens of a chunk's kept sets among the rows of the vocabulary that a rank holds."""
 
     rows: Tensor | None
     """[U] their rows, rising. A rank that holds none of them has one that no set has; None stands for all rows."""
     positions: Tensor
-    """[k] the position that each word of a set belongs to."""
+    """[k] the position that each token of a set belongs to."""
     columns: Tensor
-    """[k] the place of that word in `rows`."""
+    """[k] the place of that token in `rows`."""
 
     @classmethod
-    def of(cls, kept: KeptSets, first_row: int, num_rows: int, device: torch.device, *, gathers: bool) -> "ChunkWords":
-        """Of C sets, for a rank that holds the words `first_row` to `first_row + num_rows - 1`.
+    def of(cls, kept: KeptSets, first_row: int, num_rows: int, device: torch.device, *, gathers: bool) -> "ChunkTokens":
+        """Of C sets, for a rank that holds the tokens `first_row` to `first_row + num_rows - 1`.
 
         Only with `gathers`, some rows are chosen.
         """
@@ -84,22 +83,22 @@ class ChunkWords:
         return cls(*(to_tensor(array, device) for array in (rows, positions, columns)))
 
     def restrict_(self, logits: Tensor) -> Tensor:
-        """Takes every logit of [C, U] away but for the words of each position's own set."""
+        """Takes every logit of [C, U] away but for the tokens of each position's own set."""
         kept = logits[self.positions, self.columns]
         logits.fill_(_IMPOSSIBLE)
         logits[self.positions, self.columns] = kept
         return logits
 
     def of_tensor(self, tensor: Tensor) -> Tensor:
-        """The words' rows [U, ...] of a tensor with a row for each word that is held here."""
+        """The tokens' rows [U, ...] of a tensor with a row for each token that is held here."""
         return tensor if self.rows is None else tensor.index_select(0, self.rows)
 
 
-def local_targets(rows: Tensor, num_rows: int, words: ChunkWords | None) -> tuple[Tensor, Tensor]:
+def local_targets(rows: Tensor, num_rows: int, tokens: ChunkTokens | None) -> tuple[Tensor, Tensor]:
     """Column of each target, given its row [C], and 1.0 where the row is held here; elsewhere both are 0."""
-    if words is not None and words.rows is not None:
-        column = torch.searchsorted(words.rows, rows).clamp_(max=len(words.rows) - 1)
-        here = words.rows[column] == rows
+    if tokens is not None and tokens.rows is not None:
+        column = torch.searchsorted(tokens.rows, rows).clamp_(max=len(tokens.rows) - 1)
+        here = tokens.rows[column] == rows
         return column * here, here.float()
     here = (rows >= 0) & (rows < num_rows)
     return rows * here, here.float()

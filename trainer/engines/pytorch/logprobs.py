@@ -4,7 +4,7 @@ The vocabulary projection is computed one chunk of positions at a time, so that 
 the backward pass. A CPU has memory for the logits of many positions, and keeps those as one chunk. It works on a
 chunk's logits one block of positions at a time, which stays in its cache. Under tensor parallelism each rank holds some
 rows of the projection, and ranks exchange a few numbers per position. The gradient is exact for any loss of the
-log-probs and the entropies. Where tokens were sampled from kept sets, a chunk is multiplied with their words only.
+log-probs and the entropies. Where tokens were sampled from kept sets, a chunk is multiplied with their tokens only.
 
 Legend: S scored positions, C positions of a chunk, D model dimension, V vocabulary rows held here, or used by a chunk,
 R rank of an adapter of the projection, with `inner` [S, R] the scaled product of the hidden states and its A.
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from rl.sampling import KeptSets
 from trainer.engines.pytorch import distribution as on_gpu
-from trainer.engines.pytorch.distribution import MODEL_DISTRIBUTION, ChunkWords, Distribution, local_targets
+from trainer.engines.pytorch.distribution import MODEL_DISTRIBUTION, ChunkTokens, Distribution, local_targets
 from trainer.engines.pytorch.low_rank import LowRank, own_rows
 
 
@@ -41,7 +41,7 @@ class LogitsMemory(threading.local):
 
         `chunk_bytes` and `block_bytes` are the sizes of the float32 logits of one chunk, for which more would save
         nothing, and of one block. `kept_bytes` is the size of the logits that a forward pass leaves for its backward
-        pass, in the dtype of the weights: 5,461 positions of a vocabulary of 49,152 words in bfloat16. Later
+        pass, in the dtype of the weights: 5,461 positions of a vocabulary of 49,152 tokens in bfloat16. Later
         positions are computed again.
         """
         self.chunk_bytes, self.block_bytes, self._kept_bytes = chunk_bytes, block_bytes, kept_bytes
@@ -96,8 +96,8 @@ def _grown(memory: Tensor, num_bytes: int) -> Tensor:
 
 MEMORY = LogitsMemory()
 _MIN_CHUNK_BYTES_ON_GPU = 128 << 20
-# Positions whose kept sets are put together on the CPU: fewer have fewer different words, and more share the time in
-# which the rows of these words are gathered.
+# Positions whose kept sets are put together on the CPU: fewer have fewer different tokens, and more share the time in
+# which the rows of these tokens are gathered.
 _KEPT_POSITIONS = 256
 _LOG2_E = 1 / math.log(2)
 
@@ -116,7 +116,7 @@ def logprobs_and_entropy(
     """Scores each target under the softmax of `hidden @ weight.T`, to which `low_rank` adds its product.
 
     With a `cap`, each logit x becomes cap * tanh(x / cap), as in Gemma 2 (https://arxiv.org/abs/2408.00118).
-    `distribution` divides the logits, leaves words out, and may widen the product to float32; by default it does not.
+    `distribution` divides the logits, leaves tokens out, and may widen the product to float32; by default it does not.
 
     `hidden` [S, D] and `weight` [V, D] share a dtype; `targets` [S] are int64. In a `group`, which a `weight` that is a
     DTensor brings, rank r holds the vocabulary rows r*V to r*V + V - 1, of the low rank's B too, and the gradients of
@@ -182,10 +182,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropies = torch.empty_like(lse) if entropy else None
         ctx.start_row = start_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
         ctx.key, ctx.scale, ctx.cap, kept = key, distribution.scale, cap, distribution.kept
-        ctx.parts = None if kept is None else _parts_with_words(hidden, weight, kept, start_row)
-        for part, words in ctx.parts or _parts(hidden, weight, key):
-            logits = _logits((hidden, weight, inner, b), part, words, cap, out=MEMORY.kept(key, part))
-            column, here = local_targets(targets[part] - start_row, weight.shape[0], words)
+        ctx.parts = None if kept is None else _parts_with_tokens(hidden, weight, kept, start_row)
+        for part, tokens in ctx.parts or _parts(hidden, weight, key):
+            logits = _logits((hidden, weight, inner, b), part, tokens, cap, out=MEMORY.kept(key, part))
+            column, here = local_targets(targets[part] - start_row, weight.shape[0], tokens)
             scale = None if ctx.scale is None else ctx.scale[part]
             chosen = logits.gather(1, column[:, None])[:, 0].to(lse.dtype) * (here if scale is None else here * scale)
             log_sum, expected = _softmax_sums(logits, entropy, scale)
@@ -206,21 +206,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_inner = None if inner is None else torch.empty_like(inner)
         grad_weight: Tensor | None = None
         grad_b: Tensor | None = None
-        for part, words in ctx.parts or _parts(hidden, weight, ctx.key):
+        for part, tokens in ctx.parts or _parts(hidden, weight, ctx.key):
             logits = MEMORY.kept(ctx.key, part)
             if logits is None:
-                logits = _logits((hidden, weight, inner, b), part, words, ctx.cap)
-            column, here = local_targets(targets[part] - ctx.start_row, weight.shape[0], words)
+                logits = _logits((hidden, weight, inner, b), part, tokens, ctx.cap)
+            column, here = local_targets(targets[part] - ctx.start_row, weight.shape[0], tokens)
             of_entropy = None if grad_entropies is None else (grad_entropies[part], entropies[part])
             scale = None if ctx.scale is None else ctx.scale[part]
             grad_logits = _gradient_(logits, lse[part], grad_logprobs[part], column, here, of_entropy, scale, ctx.cap)
             if grad_hidden is not None:
-                torch.mm(grad_logits, weight if words is None else words.of_tensor(weight), out=grad_hidden[part])
+                torch.mm(grad_logits, weight if tokens is None else tokens.of_tensor(weight), out=grad_hidden[part])
             if ctx.needs_input_grad[1]:  # a frozen weight needs none, and it takes a third of the time
-                grad_weight = _added(grad_weight, grad_logits.T @ hidden[part], weight, words)
+                grad_weight = _added(grad_weight, grad_logits.T @ hidden[part], weight, tokens)
             if inner is not None and grad_inner is not None:
-                torch.mm(grad_logits, b if words is None else words.of_tensor(b), out=grad_inner[part])
-                grad_b = _added(grad_b, grad_logits.T @ inner[part], b, words)
+                torch.mm(grad_logits, b if tokens is None else tokens.of_tensor(b), out=grad_inner[part])
+                grad_b = _added(grad_b, grad_logits.T @ inner[part], b, tokens)
         MEMORY.forget(ctx.key)  # gradients have taken the place of the logits
         grad_weight = _like(weight, grad_weight) if ctx.needs_input_grad[1] else None
         grad_b = None if b is None else _like(b, grad_b)
@@ -232,11 +232,11 @@ def _exact(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _added(total: Tensor | None, update: Tensor, tensor: Tensor, words: ChunkWords | None) -> Tensor:
+def _added(total: Tensor | None, update: Tensor, tensor: Tensor, tokens: ChunkTokens | None) -> Tensor:
     """The sum over chunks of the gradients of a tensor's rows, in float32 as soon as there are two."""
-    if words is not None and words.rows is not None:
+    if tokens is not None and tokens.rows is not None:
         total = torch.zeros_like(tensor, dtype=_exact(tensor)) if total is None else total
-        return total.index_add_(0, words.rows, update.to(total.dtype))
+        return total.index_add_(0, tokens.rows, update.to(total.dtype))
     return update if total is None else total.to(_exact(tensor)).add_(update)
 
 
@@ -258,7 +258,7 @@ def chunk_bytes_on_gpu(memory_bytes: int) -> int:
     """Size of the float32 logits of one chunk on a GPU with so much memory: a 64th of it.
 
     Every chunk reads and writes the whole gradient of the projection, which takes as long as the products of some 600
-    positions on an H100. A 64th of its 80 GB is 2,200 positions of a vocabulary of 152,000 words.
+    positions on an H100. A 64th of its 80 GB is 2,200 positions of a vocabulary of 152,000 tokens.
     """
     return max(_MIN_CHUNK_BYTES_ON_GPU, memory_bytes // 64)
 
@@ -274,18 +274,21 @@ def _parts(hidden: Tensor, weight: Tensor, key: object) -> list[tuple[slice, Non
     return [(slice(0, num_kept), None), *parts] if num_kept else parts
 
 
-def _parts_with_words(hidden: Tensor, weight: Tensor, kept: KeptSets, start_row: int) -> list[tuple[slice, ChunkWords]]:
-    """Cuts S positions into chunks, each with the words of its kept sets: all words if they are half of all or more."""
+def _parts_with_tokens(
+    hidden: Tensor, weight: Tensor, kept: KeptSets, start_row: int
+) -> list[tuple[slice, ChunkTokens]]:
+    """Cuts S positions into chunks, each with the tokens of its kept sets: all tokens if they are half of all or
+    more."""
 
-    def with_words(limit_bytes: int, *, gathers: bool) -> list[tuple[slice, ChunkWords]]:
+    def with_tokens(limit_bytes: int, *, gathers: bool) -> list[tuple[slice, ChunkTokens]]:
         here = (start_row, len(weight), hidden.device)
         parts = _chunks(len(hidden), len(weight), limit_bytes)
-        return [(part, ChunkWords.of(kept.part(part.start, part.stop), *here, gathers=gathers)) for part in parts]
+        return [(part, ChunkTokens.of(kept.part(part.start, part.stop), *here, gathers=gathers)) for part in parts]
 
     limit = _KEPT_POSITIONS * len(weight) * 4 if hidden.device.type == "cpu" else _chunk_bytes(hidden.device)
-    parts = with_words(limit, gathers=True)
-    num_rows = sum(len(words.rows) for _, words in parts if words.rows is not None)
-    return parts if 2 * num_rows < len(parts) * len(weight) else with_words(_chunk_bytes(hidden.device), gathers=False)
+    parts = with_tokens(limit, gathers=True)
+    num_rows = sum(len(tokens.rows) for _, tokens in parts if tokens.rows is not None)
+    return parts if 2 * num_rows < len(parts) * len(weight) else with_tokens(_chunk_bytes(hidden.device), gathers=False)
 
 
 def _chunks(size: int, rows: int, limit_bytes: int) -> list[slice]:
@@ -298,21 +301,21 @@ def _chunks(size: int, rows: int, limit_bytes: int) -> list[slice]:
 def _logits(
     operands: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     part: slice,
-    words: ChunkWords | None,
+    tokens: ChunkTokens | None,
     cap: float | None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[C, V] in the dtype of the weights, of `hidden`, `weight`, `inner` and `b`. With `words`, V is their number."""
+    """[C, V] in the dtype of the weights, of `hidden`, `weight`, `inner` and `b`. With `tokens`, V is their number."""
     hidden, weight, inner, b = operands
-    weight = weight if words is None else words.of_tensor(weight)
+    weight = weight if tokens is None else tokens.of_tensor(weight)
     if out is None and weight.device.type == "cpu":
         out = MEMORY.chunk(part.stop - part.start, weight, MEMORY.chunk_bytes // 4)
     logits = torch.mm(hidden[part], weight.T, out=out)
     if inner is not None and b is not None:
-        logits.addmm_(inner[part], (b if words is None else words.of_tensor(b)).T)
+        logits.addmm_(inner[part], (b if tokens is None else tokens.of_tensor(b)).T)
     if cap is not None:
         logits.div_(cap).tanh_().mul_(cap)
-    return logits if words is None else words.restrict_(logits)
+    return logits if tokens is None else tokens.restrict_(logits)
 
 
 def _softmax_sums(logits: Tensor, entropy: bool, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -360,7 +363,7 @@ def _gradient_(
             factor, of_target = factor * scale[rows, None], of_target * scale[rows]
         block = _exp_(log_p).mul_(factor)
         block.scatter_add_(1, column[rows, None], of_target[:, None])
-        if cap is not None:  # of y = cap tanh(x / cap): dy / dx = 1 - (y / cap)^2, and 0 for a word that was cut off
+        if cap is not None:  # of y = cap tanh(x / cap): dy / dx = 1 - (y / cap)^2, and 0 for a token that was cut off
             block.mul_(1 - (logits[rows].to(block.dtype).clamp(-cap, cap) / cap).square_())
         logits[rows] = block
     return logits

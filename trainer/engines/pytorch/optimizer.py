@@ -29,8 +29,9 @@ States = dict[torch.nn.Parameter, dict[str, torch.Tensor]]
 _IS_MUON = "is_muon"
 """Key of a parameter group whose matrices take Muon's step."""
 _NO_HIDDEN_MATRIX = ("embed", "wte", "wpe", "lm_head", "score", "norm", "bias", "scale")
-"""Words in names of parameters that are no hidden layer's matrix, whatever their shape: a table has a row for each word
-or position, a head one for each word, and the biases, norms and scales of several experts or heads are stacked."""
+"""Words in names of parameters that are no hidden layer's matrix, whatever their shape: a table has a row for each
+token or position, a head one for each token, and the biases, norms and scales of several experts or heads are
+stacked."""
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of x, x^3 and x^5 for the singular values, from the page cited above."""
 _SMALLEST_NORM = 1e-7

@@ -38,7 +38,7 @@ def test_parameters_are_those_of_the_files(tmp_path: Path) -> None:
 
 
 def test_a_token_attends_to_its_prefix_and_its_own_suffix() -> None:
-    row = pack_row(random_groups([(7, (4, 4, 9)), (5, (3,)), (2, (2, 2))], num_words=2), share_prefixes=True)
+    row = pack_row(random_groups([(7, (4, 4, 9)), (5, (3,)), (2, (2, 2))], vocab_size=2), share_prefixes=True)
     assert any(document.depths for document in row.documents)
     np.testing.assert_array_equal(attention_mask(row.documents) == 0, attended(row.documents))
     assert attention_mask([Document(1)]).dtype == np.float32

@@ -1,10 +1,9 @@
 """The whole distributions of a trainer and a generator at some positions: not only the log-prob of a sampled token.
 
-A generator returns the log-probs of all words. A trainer scores target tokens only, so each word is scored among a kept
-set of itself and the generator's most probable word. That gives the word's log-odds, with products of two rows of the
-vocabulary for a word and a position, and the log-probs of all words follow from them. So no engine has to return
-[positions, words], and every engine that knows kept sets can be compared.
-"""
+A generator returns the log-probs of the whole vocabulary. A trainer scores target tokens only, so each token is scored
+among a kept set of itself and the generator's most probable token. That gives the token's log-odds, with products of
+two rows of the vocabulary for a token and a position, and the log-probs of the whole vocabulary follow from them. So no
+engine has to return [positions, vocabulary], and every engine that knows kept sets can be compared."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,18 +17,18 @@ from rl.rollouts.tokenizer import load_tokenizer
 from rl.sampling import KeptSets
 from rl.types import Datum, SamplingParams
 
-_MAX_TOKENS = 24  # a generator returns all words at every position of a sequence, a tuple for each
+_MAX_TOKENS = 24  # a generator returns all tokens at every position of a sequence, a tuple for each
 _NUM_POSITIONS = 4
-_WORDS_OF_A_CALL = 4096
+_TOKENS_OF_A_CALL = 4096
 _NUM_DIFFERENCES = 3
 _LARGEST = -1e-12
-"""The log-prob of a word that is all but certain. That of a certain one, 0, stands for odds beyond float32."""
+"""The log-prob of a token that is all but certain. That of a certain one, 0, stands for odds beyond float32."""
 
 Distributions = NDArray[np.float64]
-"""[positions, words] log-probs."""
+"""[positions, vocabulary] log-probs."""
 
 
-async def compare_words(train: Trainer, generate: Generator, tokens: Sequence[int]) -> str:
+async def compare_vocabulary(train: Trainer, generate: Generator, tokens: Sequence[int]) -> str:
     """Compares the distributions at the last positions of a sequence's beginning, in two sentences."""
     p, q = await distributions(train, generate, tokens[:_MAX_TOKENS])
     divergence = (np.exp(q) * (q - p)).sum(1)
@@ -37,7 +36,7 @@ async def compare_words(train: Trainer, generate: Generator, tokens: Sequence[in
     top = [np.unravel_index(index, moved.shape) for index in moved.argsort(axis=None)[: -1 - _NUM_DIFFERENCES : -1]]
     largest = ", ".join(f"token {at[1]} ({np.exp(p[at]):.4f}, {np.exp(q[at]):.4f})" for at in top)
     return (
-        f"All {p.shape[1]} words at {len(p)} positions: the KL divergence of the trainer's distribution from the "
+        f"All {p.shape[1]} tokens at {len(p)} positions: the KL divergence of the trainer's distribution from the "
         f"generator's is {divergence.mean():.2e}, at most {divergence.max():.2e}. Their probabilities differ most for "
         f"{largest}."
     )
@@ -46,18 +45,18 @@ async def compare_words(train: Trainer, generate: Generator, tokens: Sequence[in
 async def distributions(
     train: Trainer, generate: Generator, tokens: Sequence[int]
 ) -> tuple[Distributions, Distributions]:
-    """The trainer's and the generator's log-probs of all words at the last positions of a sequence.
+    """The trainer's and the generator's log-probs of the whole vocabulary at the last positions of a sequence.
 
     The generator's option `max_logprobs` of vLLM has to be -1, or the request raises ValueError.
     """
     (scored,) = await generate.generate(tokens, SamplingParams(max_tokens=1, topk_prompt_logprobs=-1))
     assert scored.topk_prompt_logprobs is not None
     rows = [dict(row) for row in scored.topk_prompt_logprobs[-_NUM_POSITIONS:]]
-    q = np.array([[row[word] for word in range(len(row))] for row in rows])
-    words, best = np.arange(q.shape[1]), q.argmax(1)
+    q = np.array([[row[token] for token in range(len(row))] for row in rows])
+    vocabulary, best = np.arange(q.shape[1]), q.argmax(1)
     found: list[NDArray[np.float64]] = []
-    for chunk in np.split(words, range(_WORDS_OF_A_CALL, len(words), _WORDS_OF_A_CALL)):
-        output = await train.forward([_datum(np.array(tokens), int(word), best) for word in chunk])
+    for chunk in np.split(vocabulary, range(_TOKENS_OF_A_CALL, len(vocabulary), _TOKENS_OF_A_CALL)):
+        output = await train.forward([_datum(np.array(tokens), int(token), best) for token in chunk])
         found += [logprobs[-len(best) :].astype(np.float64) for logprobs in output.logprobs]
     of_two = np.minimum(np.stack(found, axis=1), _LARGEST)
     odds = of_two - np.log(-np.expm1(of_two))
@@ -69,11 +68,11 @@ def _normalized(logits: Distributions) -> Distributions:
     return logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
 
 
-def _datum(tokens: NDArray[np.int64], word: int, best: NDArray[np.int64]) -> Datum:
-    """A datum that scores `word` at the last positions, each among itself and the most probable word [positions]."""
+def _datum(tokens: NDArray[np.int64], token: int, best: NDArray[np.int64]) -> Datum:
+    """A datum that scores `token` at the last positions, each among itself and the most probable token [positions]."""
     size, since = len(tokens) - 1, len(tokens) - 1 - len(best)
-    inputs = {"target_tokens": np.full(size, word), "weights": (np.arange(size) >= since).astype(np.float32)}
-    kept = KeptSets.of([*[()] * since, *(sorted({word, int(other)}) for other in best)])
+    inputs = {"target_tokens": np.full(size, token), "weights": (np.arange(size) >= since).astype(np.float32)}
+    kept = KeptSets.of([*[()] * since, *(sorted({token, int(other)}) for other in best)])
     return Datum(tokens=tokens[:-1], loss_inputs=inputs, kept=kept)
 
 
