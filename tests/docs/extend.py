@@ -38,8 +38,52 @@ what users write; its value names a part in a module:
 
 ```text
 [project.entry-points."ownloop.observers"]
-mine = "my_package.watching:Watching"
+alarm = "my_package.parts:Alarm"
 ```
+
+A command, a loss with an advantage, an observer, and the rows of an engine and of a family of models, whose own modules
+are imported where they are used:
+
+```python
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from controller.runs.observers import Observer
+from rl.advantages import group_mean
+from rl.algorithms import Algorithms
+from rl.losses import get_loss
+from rl.system.hf_config import ModelFamily
+from trainer.engine_table import EngineEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """How many rows a run's metrics have."""
+
+    run_folder: Path
+
+    def run(self) -> int:
+        print(len((self.run_folder / "metrics.jsonl").read_text().splitlines()))
+        return 0
+
+
+class Alarm(Observer):
+    """Says when the gradient of a step is long."""
+
+    def log_metrics(self, metrics: Mapping[str, float]) -> None:
+        if metrics.get("grad_norm", 0.0) > 100:
+            print(f"step {metrics['step']:.0f}: gradient norm {metrics['grad_norm']:.0f}")
+
+
+ALGORITHMS = Algorithms(
+    losses={"my_ppo": get_loss("ppo")}, advantages={"squashed": lambda rewards: group_mean(rewards).clip(-1, 1)}
+)
+ENGINE = EngineEntry(engine="my_package.engine:MyEngine", layout_check="my_package.checks:check_layout")
+FAMILY = ModelFamily(architectures=("MyForCausalLM",), engines=("fsdp2",), check="my_package.checks:check_model")
+```
+
+For hosts and transports see [`plugins/hosts`](../plugins/hosts), for a generator's parsers [`plugins/agents`](../plugins/agents).
 
 `ownloop list --plugins` shows what is installed, and what is missing or broken. A broken part raises `ValueError` for
 who names it; where every run looks at all parts of a kind, it is left out with a warning. The plug-ins of this
