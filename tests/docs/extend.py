@@ -31,7 +31,7 @@ KINDS = {
     "transports": ("rl.weights.transport:Transport", "trainer and generator make one where weights travel by it"),
 }
 """Kind of entry points -> the type that it names, and who uses it when."""
-_HEAD = """# Plug-ins: the interface of the core
+_HEAD = '''# Plug-ins: the interface of the core
 
 A plug-in is an installed distribution with entry points of the groups `ownloop.KIND`. The name of an entry point is
 what users write; its value names a part in a module:
@@ -83,13 +83,14 @@ ENGINE = EngineEntry(engine="my_package.engine:MyEngine", layout_check="my_packa
 FAMILY = ModelFamily(architectures=("MyForCausalLM",), engines=("fsdp2",), check="my_package.checks:check_model")
 ```
 
-For hosts and transports see [`plugins/hosts`](../plugins/hosts), for a generator's parsers [`plugins/agents`](../plugins/agents).
+For hosts and transports see [`plugins/hosts`](../plugins/hosts), for a generator's
+parsers [`plugins/agents`](../plugins/agents).
 
 `ownloop list --plugins` shows what is installed, and what is missing or broken. A broken part raises `ValueError` for
 who names it; where every run looks at all parts of a kind, it is left out with a warning. The plug-ins of this
 repository are in [`plugins/`](../plugins); an engine is shown [step by step](add_an_engine.md), and so is
 [a loss](add_a_loss.md). `python -m tests.docs.extend` writes this page from docstrings, and a test compares the two.
-"""
+'''
 _MODULES = """## Modules that plug-ins import
 
 What plug-ins use of the core: a change there is a change for them. Other modules are internal.
