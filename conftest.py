@@ -48,7 +48,7 @@ _TOGETHER = {
     ),
     "trainer": (
         "tests/trainer/",
-        "tests/rl/weights/test_gpu_memory.py",
+        "tests/rl/weights/test_gpu.py",
         "plugins/doctors/tests/test_contract_kit.py",
         "plugins/doctors/tests/test_engine_contract.py",
         "plugins/doctors/tests/test_sharded_engine.py",

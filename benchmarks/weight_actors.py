@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from rl.weights.versions import VersionRecord
+from rl.weights.version import VersionRecord
 from trainer.push import WeightPublisher
 
 

@@ -16,7 +16,8 @@ from rl.system.disk import OwnedFolder
 from rl.system.hardware import Heap, import_and_freeze, without_garbage_collection
 from rl.system.hf_config import find_family, read_config
 from rl.types import Completion, PullMode, SamplingParams
-from rl.weights.versions import VersionRecord, WeightsError, find_record
+from rl.weights.store import find_record
+from rl.weights.version import VersionRecord, WeightsError
 
 
 class VLLMGenerator(Actor):

@@ -26,7 +26,7 @@ from rl.system.hf_config import (
 )
 from rl.system.model_files import check_head, check_no_stray_weights
 from rl.types import HeadDtype, Placement, SamplingParams, WeightTransport
-from rl.weights.transport import check_transport
+from rl.weights.version import check_transport
 
 GeneratorDtype = Literal["bfloat16", "float16", "float32"]
 OnFailure = Literal["retry", "raise"]

@@ -57,8 +57,8 @@ from rl.images import images_of, join_tokens
 from rl.lora import Policy
 from rl.system.hf_config import end_token_ids, find_family, read_config, vision_of
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
-from rl.weights.transport import Feed
-from rl.weights.versions import Store, VersionRecord, WeightsError
+from rl.weights.store import Store
+from rl.weights.version import Fetch, VersionRecord, WeightsError
 
 _INCOMPLETE = "the weights are incomplete since a failed update ({}); pull a version again"
 
@@ -103,7 +103,7 @@ class GenerationEngine:
         """
         self._config = config
         self._calls = EngineCalls()
-        self._feeds: dict[str, Feed] = {}  # of updates whose bytes rank 0 has to fetch
+        self._fetches: dict[str, Fetch] = {}  # of the updates that this rank was asked for
         self._backlog = Backlog()
         self._running: dict[str, ServedPolicy] = {}  # by the ids of the requests in vLLM
         self._ids = itertools.count()
@@ -190,16 +190,10 @@ class GenerationEngine:
         check_known("mode", mode, PULL_MODES)
         check_pull(record.policy, self._config, frozen=frozen)
         update = Update(self._next_id(), record, frozen, mode, keep_prefix_cache)
-        feed = self._updates.feed(record, store)
-        if feed is not None:
-            self._feeds[update.id] = feed
-        done = asyncio.wrap_future(self._calls.submit(update))
-        fetching = asyncio.create_task(feed.fetch(done)) if feed is not None else None
-        try:
-            await asyncio.shield(done)  # a swap that has begun is always brought to its end
-        finally:
-            if fetching is not None and done.done():
-                fetching.cancel()
+        loop = asyncio.get_running_loop()
+        self._fetches[update.id] = lambda key: asyncio.run_coroutine_threadsafe(store.get(key), loop)
+        # A swap that has begun is always brought to its end.
+        await asyncio.shield(asyncio.wrap_future(self._calls.submit(update)))
 
     async def freeze(self, name: str, version: int) -> bool:
         """Keeps an adapter's newest version as `(name, version)`, if it is this one. Returns whether it is kept now.
@@ -324,7 +318,7 @@ class GenerationEngine:
             with self._clock.during("pull"):
                 self._updates.apply(
                     update.record,
-                    self._feeds.pop(update.id, None),
+                    self._fetches.pop(update.id, None),
                     frozen=update.frozen,
                     keep_prefix_cache=update.keep_prefix_cache,
                 )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # the imports would load torch and vLLM
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.outputs import RequestOutput
 
-    from rl.weights.versions import VersionRecord
+    from rl.weights.version import VersionRecord
 
 
 _IDLE_S = 60.0  # an idle rank 0 broadcasts no commands this often, or the waiting ranks' group would time out

@@ -28,10 +28,8 @@ from torch.utils._pytree import tree_leaves
 from generator.cpu.weight_packing import absorbing, pack, pack_again, packed_in_place, packed_layers, plain_convolutions
 from rl.checks import first_names
 from rl.system.hf_config import trained_shapes
-from rl.weights import copies as gpu_copies
-from rl.weights.copies import Workers
-from rl.weights.transport import WeightMemory
-from rl.weights.versions import VersionRecord, WeightsError, WeightsMismatchError
+from rl.weights.shared_memory import Workers, copy, on_gpu
+from rl.weights.version import VersionRecord, WeightMemory, WeightsError, WeightsMismatchError
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Backup = tuple[list[tuple[nn.Parameter, torch.Tensor]], list[tuple[nn.Module, Any]]]
@@ -235,7 +233,7 @@ class CopyPlan:
         self._modules = tuple(model.modules())
         self._layout = record.layout
         self._addresses = _addresses(self._modules)
-        self._on_gpu = gpu_copies.on_gpu(destination for destination, _ in recorder.copies)
+        self._on_gpu = on_gpu(destination for destination, _ in recorder.copies)
         on_cpu = all(destination.is_cpu for destination, _ in recorder.copies)
         self._usable = recorder.complete and (self._on_gpu or on_cpu)
         layers = packed_layers(model)
@@ -278,7 +276,7 @@ class CopyPlan:
         stages = self._stages.setdefault(memory, {})
         if frozen not in stages:
             pairs = [(destination, s.of(memory)) for destination, s in self._copies if frozen or not s.frozen]
-            copies = [partial(gpu_copies.copy, pairs)] if self._on_gpu else workers.copies(pairs)
+            copies = [partial(copy, pairs)] if self._on_gpu else workers.copies(pairs)
             packs = [(layer, s) for layer, s, is_frozen in self._packs if frozen or not is_frozen]
             weights = [(layer, s.of(memory) if isinstance(s, _Source) else s) for layer, s in packs]
             stages[frozen] = [copies, _packing(weights, pack_again), self._in_place]

@@ -2,7 +2,7 @@
 
 `WeightUpdates` holds the versions of the model itself. `Adapters` holds the versions of its adapters (LoRA), and loads
 them from memory, replaces them under running requests, freezes and drops them. Every rank checks a version before any
-rank loads it. Everything but `feed` runs in the engine's thread, at a time that the engine chooses.
+rank loads it. Everything runs in the engine's thread, at a time that the engine chooses.
 
 vLLM keeps the prefix cache of a prompt under an adapter's name, and loaded weights under an adapter's number. An old
 name or number would silently bring back old weights, so every version gets a new name and a new number. vLLM moves
@@ -29,9 +29,15 @@ from generator.config import GeneratorConfig, LoRALimits
 from generator.conversion import ServedPolicy, unknown_policy
 from generator.pull import Backup, WeightLoader
 from rl.lora import LoRAConfig, Policy, adapted_modules, tensor_name
-from rl.weights.ranks import raise_on_every_rank
-from rl.weights.transport import Feed, WeightMemory, load_transport, transports
-from rl.weights.versions import Store, VersionRecord, WeightsMismatchError
+from rl.weights.version import (
+    Fetch,
+    VersionRecord,
+    WeightMemory,
+    WeightsMismatchError,
+    load_transport,
+    raise_on_every_rank,
+    transports,
+)
 
 _STAY = ("gpu_memory", "shared_memory")
 """Transports whose versions can be read several times, with nothing to fetch."""
@@ -105,26 +111,22 @@ class WeightUpdates:
         except Exception as error:  # the trainer has published two versions since
             self._dropped, self.inconsistent = None, error
 
-    def feed(self, record: VersionRecord, store: Store) -> Feed | None:
-        """What rank 0's event loop has to run during `apply`, if anything."""
-        return self._receivers[record.transport].feed(record, store)
-
-    def apply(self, record: VersionRecord, feed: Feed | None, *, frozen: bool, keep_prefix_cache: bool) -> None:
-        """Checks the version on every rank, then loads it on every rank. `feed` is rank 0's.
+    def apply(self, record: VersionRecord, fetch: Fetch | None, *, frozen: bool, keep_prefix_cache: bool) -> None:
+        """Checks the version on every rank, then loads it on every rank. `fetch` is rank 0's.
 
         Requests in progress keep their tokens. Their keys and values are computed again under the new weights, unless
         `keep_prefix_cache`. Raises what the transport's `Receiver`, `WeightLoader` and `Adapters` raise; `inconsistent`
         holds the error if the old weights could not be kept.
         """
         if record.policy is None:
-            self._load_model(record, feed)
+            self._load_model(record, fetch)
             if not keep_prefix_cache:
                 self._engine.reset_prefix_cache(reset_running_requests=True)
                 if self._engine.model_config.is_multimodal_model:
                     self._engine.engine_core.reset_encoder_cache()
             self.model.replace(record.version, self._next_update())
         else:
-            self._load_adapter(record, feed, frozen=frozen, keep_prefix_cache=keep_prefix_cache)
+            self._load_adapter(record, fetch, frozen=frozen, keep_prefix_cache=keep_prefix_cache)
 
     def freeze(self, name: str, version: int) -> bool:
         """See `Adapters.freeze`."""
@@ -147,14 +149,16 @@ class WeightUpdates:
         self._engine.set_weight_version(str(self._num_updates))
         return self._num_updates
 
-    def _load_adapter(self, record: VersionRecord, feed: Feed | None, *, frozen: bool, keep_prefix_cache: bool) -> None:
+    def _load_adapter(
+        self, record: VersionRecord, fetch: Fetch | None, *, frozen: bool, keep_prefix_cache: bool
+    ) -> None:
         adapters = self.adapters
         assert adapters is not None
         model = problem = None
         try:
             self._loader.check_dtype(record)
             adapters.check(record, frozen=frozen)
-            with self._receivers[record.transport].open(record, feed) as weights:
+            with self._receivers[record.transport].open(record, fetch) as weights:
                 # The adapter outlives the memory in which it was published.
                 if isinstance(weights, WeightMemory):
                     tensors = {spec.name: weights.tensor(spec).clone() for spec in record.manifest}
@@ -167,7 +171,7 @@ class WeightUpdates:
         assert model is not None
         adapters.serve(record, model, self._next_update(), frozen=frozen, keep_prefix_cache=keep_prefix_cache)
 
-    def _load_model(self, record: VersionRecord, feed: Feed | None) -> None:
+    def _load_model(self, record: VersionRecord, fetch: Fetch | None) -> None:
         problem: Exception | None = None
         with contextlib.ExitStack() as stack:
             load: Callable[[], None] | None = None
@@ -175,7 +179,7 @@ class WeightUpdates:
             backup: Backup | None = None
             try:
                 self._loader.check(record)
-                weights = stack.enter_context(self._receivers[record.transport].open(record, feed))
+                weights = stack.enter_context(self._receivers[record.transport].open(record, fetch))
                 if isinstance(weights, WeightMemory):
                     load = partial(self._loader.load_memory, weights, record)
                 else:  # tensors may fail to arrive after the first of them was loaded

@@ -30,7 +30,7 @@ Placement = Literal["split", "colocated"]
 PathOrName = Annotated[str, "path or name"]
 """A file or folder here, or what is known by a name, such as a model of the hub. A resumed run checks what is here."""
 WeightTransport = str
-"""How pushed weights travel: a name in `rl.weights.transport.transports()`, or "auto" for the first that can do it."""
+"""How pushed weights travel: a name in `rl.weights.version.transports()`, or "auto" for the first that can do it."""
 PULL_MODES: tuple[PullMode, ...] = ("drain", "inflight")
 MAX_RUN_SEED = (1 << 21) - 1
 """The largest seed of a run. Seeds of its samples, which `rl.rollouts.episodes.step_seed` gives, are below 2^61."""

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from rl.weights.buffer import WeightBuffer
-from rl.weights.versions import VersionRecord, living_versions
+from rl.weights.memory import WeightBuffer
+from rl.weights.store import living_versions, tensor_key
+from rl.weights.version import VersionRecord
 
 
 class FakeStore:
@@ -38,3 +39,8 @@ def read_buffer(record: VersionRecord) -> dict[str, torch.Tensor]:
     with buffer.reading(record):
         buffer.check_checksums(record)
         return {spec.name: buffer.tensor(spec).clone() for spec in record.manifest}
+
+
+def key_of(record: VersionRecord, name: str) -> str:
+    """TorchStore's key of a tensor."""
+    return tensor_key(record, next(spec for spec in record.manifest if spec.name == name))

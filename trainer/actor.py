@@ -12,7 +12,7 @@ from rl.lora import LoRAConfig
 from rl.losses import Loss
 from rl.system.hardware import Heap, without_garbage_collection
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput, WeightTransport
-from rl.weights.versions import VersionRecord
+from rl.weights.version import VersionRecord
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine, Microbatch

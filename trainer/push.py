@@ -1,7 +1,7 @@
 """The pushing side of weight synchronisation: every trainer rank publishes its own shards in the generator's dtype.
 
 No rank gathers a model. The ranks agree once on the names and shapes of all tensors and on who sends what; how the
-bytes travel is the business of `rl/weights/transport.py`.
+bytes travel is the business of `rl/weights/version.py`.
 """
 
 import asyncio
@@ -18,18 +18,22 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from rl.lora import LoRAConfig
 from rl.system.hardware import host_identity
+from rl.system.ranks import all_gather, own_rank
 from rl.types import WeightTransport
-from rl.weights.ranks import CANNOT_PUBLISH, all_gather, on_rank_0, own_rank, raise_on_every_rank
-from rl.weights.transport import Sender, Shard, check_transport, load_transport, transports
-from rl.weights.versions import (
+from rl.weights.store import Store, VersionIndex, receivers_on_hosts
+from rl.weights.version import (
     Manifest,
-    Store,
-    VersionIndex,
+    Sender,
+    Shard,
     VersionRecord,
     WeightsError,
     build_manifest,
+    check_transport,
+    load_transport,
     manifest_checksum,
-    receivers_on_hosts,
+    on_rank_0,
+    raise_on_every_rank,
+    transports,
     weight_dtype,
 )
 
@@ -152,7 +156,7 @@ class WeightPublisher:
                 await free()
             except WeightsError as error:  # memory is freed although TorchStore is gone
                 problem = problem or error
-        await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
+        await asyncio.to_thread(raise_on_every_rank, problem)
 
     async def _prepare(self, tensors: NamedTensors, frozen: Collection[str]) -> Sender:
         """Agrees with the other ranks on a manifest and on a transport that can carry it."""

@@ -23,10 +23,8 @@ import torch
 
 from benchmarks.gpu.utilisation import SHAPE, SMALL
 from benchmarks.harness import Bar, parser, print_result
-from rl.weights import copies
-from rl.weights.copies import Workers
-from rl.weights.transport import load_transport
-from rl.weights.versions import VersionRecord
+from rl.weights.shared_memory import Pair, Workers, copy
+from rl.weights.version import VersionRecord, load_transport
 from trainer.engines.contract.reference import LocalStore
 from trainer.push import WeightPublisher
 
@@ -85,7 +83,7 @@ class Puller:
         """Its tensors are made at the first pull."""
         self._receiver = load_transport(transport).receiver(lambda value=None: value)
         self._device = device
-        self._pairs: dict[int, list[copies.Pair]] = {}
+        self._pairs: dict[int, list[Pair]] = {}
         self._workers = Workers()
         self.tensors: dict[str, torch.Tensor] = {}
 
@@ -100,8 +98,7 @@ class Puller:
             if pairs is None:
                 pairs = [(self.tensors[spec.name], memory.tensor(spec)) for spec in record.manifest]  # pyright: ignore
                 self._pairs[id(memory)] = pairs
-            copy = copies.copy if self._device.type == "cuda" else self._workers.copy
-            copy(pairs)
+            (copy if self._device.type == "cuda" else self._workers.copy)(pairs)
         return time.perf_counter() - begin
 
 

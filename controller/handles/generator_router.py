@@ -285,7 +285,7 @@ class GeneratorRouter:
 
     async def _catch_up(self, replica: Replica) -> None:
         """Has a new generator pull what the other replicas have pulled, until it has all and no pull is in progress."""
-        from rl.weights.versions import PublisherGoneError  # loads torch
+        from rl.weights.version import PublisherGoneError  # loads torch
 
         pulled: dict[Policy, int | None] = {}
         while behind := [

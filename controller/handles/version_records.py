@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the import would load torch
-    from rl.weights.versions import VersionRecord
+    from rl.weights.version import VersionRecord
 
 _NUM_KEPT = 2  # as many versions as the trainer keeps; older ones cannot be pulled
 

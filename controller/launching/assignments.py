@@ -9,7 +9,7 @@ from controller.launching.hosts import Cluster, Hosts, check_no_hosts_expected
 from controller.processes.place import GPUPool, Place, gpus_here
 from generator.config import GeneratorConfig
 from rl.types import WeightTransport
-from rl.weights.transport import load_transport
+from rl.weights.version import load_transport
 from trainer.config import TrainerConfig
 
 if TYPE_CHECKING:  # the import would load torch and Monarch

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from rl.weights.versions import WeightsError
+from rl.weights.version import WeightsError
 
 _PACKS = "ownloop_packs_weight"
 _LINE_BYTES = 64

@@ -3,11 +3,19 @@
 TorchStore only introduces the buffers. It hears of each one once, before the first push into it; from then on the
 buffer's own header says which version it holds, because telling TorchStore at every push takes as long as copying a
 small model's weights.
+
+Weights are hundreds of tensors. On a CPU, torch splits each operation among its threads and joins them again, which
+takes 70 microseconds, as long as copying one of them; so each thread of `Workers` runs whole operations, one after the
+other. From and to a GPU, `copy` queues hundreds of copies in one call and waits for none. Only pinned memory of the
+host allows that: the GPU then reads and writes it by itself. Weights are cast before they travel.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,12 +23,26 @@ from typing import Any
 import torch
 
 from rl.system.hardware import host_identity
-from rl.weights import copies
-from rl.weights.buffer import BufferLocation, Sealed, WeightBuffer, held_version, is_kept, is_unchanged
-from rl.weights.copies import Workers
-from rl.weights.ranks import CANNOT_PUBLISH, all_gather, on_rank_0, own_rank, raise_on_every_rank
-from rl.weights.transport import Shard
-from rl.weights.versions import Manifest, Store, TensorSpec, VersionIndex, VersionRecord, WeightsError
+from rl.system.ranks import all_gather, own_rank
+from rl.weights.memory import BufferLocation, Sealed, WeightBuffer, held_version, is_kept, is_unchanged
+from rl.weights.store import VersionIndex
+from rl.weights.version import (
+    Fetch,
+    Manifest,
+    Shard,
+    TensorSpec,
+    VersionRecord,
+    WeightsError,
+    on_rank_0,
+    raise_on_every_rank,
+)
+
+# vLLM replaces the public function.
+_set_num_threads = torch._C.set_num_threads  # pyright: ignore[reportPrivateUsage]
+_PIECE_BYTES = 8 << 20  # larger tensors are cut, so that no thread is left with a long copy at the end
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Destination and source, of equal shapes."""
 
 
 class SharedMemory:
@@ -80,7 +102,7 @@ class SharedMemorySender:
             buffers += WeightBuffer.create_for(manifest) if self._rank == 0 else ()
         except WeightsError as error:
             problem = error
-        raise_on_every_rank(problem, CANNOT_PUBLISH)
+        raise_on_every_rank(problem)
         locations = all_gather([buffer.location for buffer in buffers])[0]
         buffers += [WeightBuffer.open(location, writable=True) for location in locations if self._rank > 0]
         for buffer in buffers:
@@ -126,7 +148,7 @@ class SharedMemorySender:
         except Exception as error:  # of any kind, because the other ranks wait to hear of it
             problem = error
         try:
-            raise_on_every_rank(problem, CANNOT_PUBLISH)
+            raise_on_every_rank(problem)
         except BaseException:
             buffer.abandon_write()
             raise
@@ -137,11 +159,10 @@ class SharedMemorySender:
         buffer.seal(record, self._sealed[1])
         return is_unchanged(record, self._sealed, before)
 
-    def _copy(self, pairs: Sequence[copies.Pair]) -> None:
+    def _copy(self, pairs: Sequence[Pair]) -> None:
         """Casts each source into its place. All bytes are there when it returns."""
         assert self._workers is not None
-        copy = copies.copy if copies.on_gpu(source for _, source in pairs) else self._workers.copy
-        copy(pairs)
+        (copy if on_gpu(source for _, source in pairs) else self._workers.copy)(pairs)
 
 
 class SharedMemoryReceiver:
@@ -150,14 +171,10 @@ class SharedMemoryReceiver:
     def __init__(self) -> None:
         self._buffers: dict[BufferLocation, WeightBuffer] = {}
 
-    def feed(self, record: VersionRecord, store: Store) -> None:
-        """Nothing has to be fetched."""
-        del record, store
-
     @contextlib.contextmanager
-    def open(self, record: VersionRecord, feed: None) -> Generator[WeightBuffer]:
+    def open(self, record: VersionRecord, fetch: Fetch | None) -> Generator[WeightBuffer]:
         """The buffer that holds the version, locked against writers and checked against its checksums."""
-        del feed
+        del fetch  # it is all here
         _check_within_reach(record)
         location: BufferLocation = record.location
         buffer = self._buffers.get(location)
@@ -187,3 +204,103 @@ def _check_within_reach(record: VersionRecord) -> None:
             "the weights lie in the shared memory of another host or container; the trainer needs"
             " weight_transport='network' to reach this one"
         )
+
+
+def on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether there are tensors and all are on a GPU."""
+    places = [tensor.is_cuda for tensor in tensors]
+    return bool(places) and all(places)
+
+
+def copy(pairs: Iterable[Pair], batch_bytes: int = 256 << 20) -> None:
+    """Copies each source into its destination, cast where the source lies. All have arrived when it returns.
+
+    `batch_bytes` are cast at a time, and so need memory twice.
+    """
+    devices: set[torch.device] = set()
+    for batch in _batches(pairs, batch_bytes):
+        devices |= {tensor.device for pair in batch for tensor in pair if tensor.is_cuda}
+        # Between GPUs the copy casts by itself, and only the result travels.
+        cast = [source if to.is_cuda and source.is_cuda else source.to(to.dtype) for to, source in batch]
+        # The public way is one call of Python for each tensor; a mixture of experts has thousands.
+        copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage]
+        copy_all([destination for destination, _ in batch], cast, non_blocking=True)
+    for device in devices:  # by name, because threads other than the engine's have another current device
+        torch.cuda.synchronize(device)
+
+
+def _batches(pairs: Iterable[Pair], max_bytes: int) -> Iterator[Sequence[Pair]]:
+    """Pairs of at most `max_bytes` together, or one pair."""
+    batch: list[Pair] = []
+    num_bytes = 0
+    for pair in pairs:
+        if batch and num_bytes + pair[0].nbytes > max_bytes:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(pair)
+        num_bytes += pair[0].nbytes
+    if batch:
+        yield batch
+
+
+class Workers:
+    """As many threads as torch uses in this process. They end with the process, or when this object is collected."""
+
+    def __init__(self) -> None:
+        """The number of threads is the calling thread's `torch.get_num_threads()`."""
+        self._num_threads = torch.get_num_threads()
+        self._pool: ThreadPoolExecutor | None = None
+        if self._num_threads > 1:
+            self._pool = ThreadPoolExecutor(self._num_threads, "weights", initializer=use_one_thread)
+            all_here = threading.Barrier(self._num_threads)
+            wait([self._pool.submit(all_here.wait) for _ in range(self._num_threads)])
+            _set_num_threads(self._num_threads)  # of this thread, and of those to come
+
+    def run(self, operations: Iterable[Callable[[], object]]) -> None:
+        """Runs all operations, in any order. The longest should come first. Raises the error of one that fails."""
+        operations = list(operations)
+        if self._pool is None or len(operations) < 2:
+            with torch.no_grad():
+                for operation in operations:
+                    operation()
+        else:
+            self._share(operations)
+
+    def copy(self, pairs: Iterable[Pair]) -> None:
+        """Copies each (destination, source) pair of equal shapes, and casts. Large ones are cut along dim 0."""
+        self.run(self.copies(pairs))
+
+    def copies(self, pairs: Iterable[Pair]) -> list[Callable[[], object]]:
+        """The operations of `copy`, which can be run any number of times."""
+        pieces: list[Pair] = []
+        for destination, source in pairs:
+            num_pieces = -(-destination.nbytes // _PIECE_BYTES)
+            if num_pieces > 1 and self._pool is not None:
+                pieces += zip(destination.chunk(num_pieces), source.chunk(num_pieces), strict=True)
+            else:
+                pieces.append((destination, source))
+        pieces.sort(key=lambda piece: piece[0].nbytes, reverse=True)
+        return [partial(destination.copy_, source) for destination, source in pieces]
+
+    def _share(self, operations: Iterable[Callable[[], object]]) -> None:
+        assert self._pool is not None
+        left = deque(operations)
+
+        def work() -> None:
+            with torch.no_grad():
+                while True:
+                    try:
+                        operation = left.popleft()
+                    except IndexError:
+                        return
+                    operation()
+
+        working = [self._pool.submit(work) for _ in range(self._num_threads)]
+        for future in wait(working).done:
+            future.result()
+
+
+def use_one_thread() -> None:
+    """Makes torch's operations run in this thread alone."""
+    torch.get_num_threads()  # a thread takes the number of the whole process when torch first looks for it there
+    _set_num_threads(1)

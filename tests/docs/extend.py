@@ -28,7 +28,7 @@ KINDS = {
     ),
     "generators": ("generator.openai_serving:OpenAIServing", "a generator's process loads it at the first such call"),
     "hosts": ("controller.launching.hosts:Hosts", "`--hosts NAME ...` calls `from_words` of the class"),
-    "transports": ("rl.weights.transport:Transport", "trainer and generator make one where weights travel by it"),
+    "transports": ("rl.weights.version:Transport", "trainer and generator make one where weights travel by it"),
 }
 """Kind of entry points -> the type that it names, and who uses it when."""
 _HEAD = '''# Plug-ins: the interface of the core

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rl.weights.buffer import BufferLocation, WeightBuffer
-from rl.weights.versions import UnknownVersionError, WeightsError, living_versions
+from rl.weights.memory import BufferLocation, WeightBuffer
+from rl.weights.store import living_versions
+from rl.weights.version import UnknownVersionError, WeightsError
 from trainer.push import WeightPublisher
 
 NUM_TENSORS = 6
@@ -32,7 +33,7 @@ def value(version: int, index: int) -> float:
 
 
 class StoreClient:
-    """`rl.weights.versions.Store` over a socket to `serve_store`."""
+    """`rl.weights.store.Store` over a socket to `serve_store`."""
 
     def __init__(self, address: str) -> None:
         deadline = time.monotonic() + 30  # of a store that is killed before it listens

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from monarch.actor import endpoint
 
-from rl.weights.gpu_memory import CUDASharing
+from rl.weights.gpu import CUDASharing
 from trainer.actor import PolicyTrainer
 
 _UNIT = 2 << 20  # bytes in which CUDA gives memory

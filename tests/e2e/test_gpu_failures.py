@@ -20,7 +20,7 @@ from generator.config import GeneratorConfig
 from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_qwen3
 from rl.types import AdamParams, SamplingParams
-from rl.weights.versions import PublisherGoneError, WeightsError
+from rl.weights.version import PublisherGoneError, WeightsError
 from tests.e2e.limited_trainer import leaves_no_memory
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine

@@ -16,7 +16,7 @@ from controller.handles.generator_handle import GeneratorHandle
 from controller.processes.errors import MeshError
 from controller.processes.mesh import Mesh
 from rl.types import Completion, SamplingParams
-from rl.weights.versions import UnknownVersionError, WeightsError, WeightsMismatchError
+from rl.weights.version import UnknownVersionError, WeightsError, WeightsMismatchError
 from tests.e2e.publisher_actor import perturbed
 from tests.e2e.weight_meshes import (
     PROMPTS,

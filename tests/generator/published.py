@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from generator.engine import GenerationEngine
 from rl.types import Completion, SamplingParams
-from rl.weights.versions import find_record
+from rl.weights.store import find_record
 from tests.generator.engines import EngineFactory
 from tests.generator.running import no_steps
 from tests.stores import FakeStore

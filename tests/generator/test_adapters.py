@@ -12,7 +12,7 @@ from generator.config import LoRALimits
 from generator.engine import GenerationEngine
 from rl.lora import LoRAConfig, Policy
 from rl.types import Completion, SamplingParams
-from rl.weights.versions import VersionRecord
+from rl.weights.version import VersionRecord
 from tests.generator.adapted import WHOLE, largest_error, merged, pull_adapter, random_adapter
 from tests.generator.engines import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from generator import pull
 from generator.pull import CopyPlan, CopyRecorder
 from rl.system.hardware import host_identity
-from rl.weights import copies as gpu_copies
-from rl.weights.buffer import WeightBuffer
-from rl.weights.copies import Workers
-from rl.weights.versions import VersionRecord, buffer_size, build_manifest, manifest_checksum
+from rl.weights import shared_memory
+from rl.weights.memory import WeightBuffer
+from rl.weights.shared_memory import Workers
+from rl.weights.version import VersionRecord, buffer_size, build_manifest, manifest_checksum
 
 pytestmark = pytest.mark.vllm
 
@@ -56,15 +57,15 @@ def record(version: int) -> VersionRecord:
 
 
 def test_gpu_logic_a_pull_is_recorded_once_and_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu_copies, "on_gpu", lambda tensors: bool(list(tensors)))
+    monkeypatch.setattr(pull, "on_gpu", lambda tensors: bool(list(tensors)))
     calls: list[int] = []
-    copy = gpu_copies.copy
+    copy = shared_memory.copy
 
-    def counted(pairs: list[gpu_copies.Pair]) -> None:
+    def counted(pairs: list[shared_memory.Pair]) -> None:
         calls.append(len(pairs))
         copy(pairs)
 
-    monkeypatch.setattr(gpu_copies, "copy", counted)
+    monkeypatch.setattr(pull, "copy", counted)
     memory, model, workers = WeightBuffer.create(buffer_size(MANIFEST)), Fused(), Workers()
     plan: CopyPlan | None = None
     for version in (1, 2, 3):

@@ -11,12 +11,13 @@ import torch
 
 from generator.engine import GenerationEngine
 from rl.types import Completion, SamplingParams
-from rl.weights.versions import UnknownVersionError, WeightsError, find_record
+from rl.weights.store import find_record
+from rl.weights.version import UnknownVersionError, WeightsError
 from tests.generator.engines import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.generator.running import run_paced, started, versions_of
 from tests.generator.served_models import served_llama
-from tests.stores import FakeStore
+from tests.stores import FakeStore, key_of
 from trainer.push import WeightPublisher
 
 pytestmark = pytest.mark.vllm
@@ -126,7 +127,7 @@ def test_an_update_that_fails_leaves_requests_running(
     async def main() -> None:
         (undisturbed,) = await engine.generate(PROMPTS[0], LONG)
         await WeightPublisher(torch.float32, "torchstore", store=store).publish(7, moved(directory, 7).items())
-        del store.values[(await find_record(store, 7)).key("model.norm.weight")]
+        del store.values[key_of(await find_record(store, 7), "model.norm.weight")]
         for version, error in ((6, UnknownVersionError), (7, WeightsError)):
             running = [asyncio.create_task(engine.generate(PROMPTS[0], LONG))]
             await failing(running, version, error)

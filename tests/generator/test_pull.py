@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 
 from generator.pull import CopyPlan
 from rl.types import SamplingParams
-from rl.weights.buffer import WeightBuffer
-from rl.weights.transport import TRANSPORTS
-from rl.weights.versions import INDEX_KEY, UnknownVersionError, WeightsError, WeightsMismatchError, find_record
+from rl.weights.memory import WeightBuffer
+from rl.weights.store import INDEX_KEY, find_record
+from rl.weights.version import TRANSPORTS, UnknownVersionError, WeightsError, WeightsMismatchError
 from tests.generator.engines import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, check_pulls, export, greedy, moved, pull
 from tests.generator.running import run_paced, started
 from tests.generator.served_models import served_llama, served_mistral, served_qwen3
 from tests.rl.weights.host_sharing import HostSharing
-from tests.stores import FakeStore
+from tests.stores import FakeStore, key_of
 from tests.waiting import until
 from trainer.push import WeightPublisher
 
@@ -56,7 +56,7 @@ def test_pulled_weights_equal_a_fresh_engines(
     transport: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rl.weights.gpu_memory.CUDASharing", HostSharing)
+    monkeypatch.setattr("rl.weights.gpu.CUDASharing", HostSharing)
     directory = family(tmp_path / "model", tied=tied)
     assert json.loads((directory / "config.json").read_text())["tie_word_embeddings"] == tied
     check_pulls(directory, dtype, transport, FakeStore(), build_engine)
@@ -274,7 +274,7 @@ def test_what_torchstore_carries_wrongly_leaves_the_old_weights(
             (6, norm, lambda t: t.to(torch.float64), r"corrupted: .*it is \(128,\) of torch\.float64"),  # pyright: ignore[reportUnknownLambdaType]
         ):
             await publisher.publish(version, moved(directory, version).items())
-            key = (await find_record(store, version)).key(name)
+            key = key_of(await find_record(store, version), name)
             value = store.values.pop(key)
             if wrong is not None:
                 store.values[key] = wrong(value)

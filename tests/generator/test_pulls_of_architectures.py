@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl.types import SamplingParams
-from rl.weights.versions import find_record
+from rl.weights.store import find_record
 from tests.architectures import MODELS
 from tests.generator.engines import EngineFactory, engine_factory
 from tests.generator.published import PROMPTS, export, greedy, moved, pull

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from generator.config import LoRALimits
 from rl.lora import LoRAConfig
 from rl.types import Completion, SamplingParams
-from rl.weights.versions import VersionRecord
+from rl.weights.version import VersionRecord
 from tests.gpu_pretended.generator import PROMPT, Trainer, difference, start, tell, tiny_models
 from trainer.engines.contract.reference import LocalStore
 

@@ -30,7 +30,7 @@ from generator.options import generator_env
 from rl.lora import LoRAConfig
 from rl.tiny_models import tiny_qwen3, tiny_qwen3_moe
 from rl.types import Completion, SamplingParams
-from rl.weights.versions import VersionRecord
+from rl.weights.version import VersionRecord
 from trainer.engines.contract.reference import LocalStore
 from trainer.push import WeightPublisher
 

@@ -558,12 +558,17 @@ API CUresult cuDeviceGetName(char *name, int size, CUdevice) {
 API CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
   return (CUresult)cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)attribute, device);
 }
-static CUresult context(CUcontext *c) {
-  *c = (CUcontext)32;
+/* A context is the number of its GPU. */
+static CUresult context(CUcontext *c, int device) {
+  *c = (CUcontext)(uintptr_t)(32 + device);
   return CUDA_SUCCESS;
 }
-API CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice) { return context(c); }
-API CUresult cuCtxGetCurrent(CUcontext *c) { return context(c); }
+API CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice device) { return context(c, device); }
+API CUresult cuCtxGetCurrent(CUcontext *c) { return context(c, current); }
+API CUresult cuCtxSetCurrent(CUcontext c) {
+  if (c) current = (uintptr_t)c - 32;
+  return CUDA_SUCCESS;
+}
 API CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned *flags, int *active) {
   *flags = 0;
   *active = 1;
@@ -573,7 +578,6 @@ API CUresult cuCtxGetDevice(CUdevice *device) {
   *device = current;
   return CUDA_SUCCESS;
 }
-DRIVER_NOTHING(cuCtxSetCurrent, CUcontext)
 API CUresult cuCtxGetLimit(size_t *value, CUlimit) {
   *value = 8 << 20;
   return CUDA_SUCCESS;
@@ -620,6 +624,32 @@ API CUresult cuStreamGetCaptureInfo_v2(CUstream, CUstreamCaptureStatus *found, c
   if (n) *n = 0;
   return CUDA_SUCCESS;
 }
+
+/* --- memory by the driver, which has names with versions, and keeps no error --- */
+
+#undef cuMemAlloc
+#undef cuMemFree
+#undef cuMemcpyDtoH
+#undef cuMemHostRegister
+#undef cuIpcOpenMemHandle
+static CUresult by_driver(cudaError_t e) {
+  last_error = cudaSuccess;
+  return (CUresult)e;
+}
+API CUresult cuMemAlloc(CUdeviceptr *p, size_t size) { return by_driver(cudaMalloc((void **)p, size)); }
+API CUresult cuMemFree(CUdeviceptr p) { return by_driver(cudaFree((void *)p)); }
+API CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t size) { return by_driver(copy(to, (void *)from, size)); }
+API CUresult cuMemHostRegister(void *p, size_t n, unsigned flags) { return by_driver(cudaHostRegister(p, n, flags)); }
+API CUresult cuMemHostUnregister(void *p) { return by_driver(cudaHostUnregister(p)); }
+API CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr p) {
+  return by_driver(cudaIpcGetMemHandle((cudaIpcMemHandle_t *)handle, (void *)p));
+}
+API CUresult cuIpcOpenMemHandle(CUdeviceptr *p, CUipcMemHandle handle, unsigned flags) {
+  cudaIpcMemHandle_t same;
+  memcpy(&same, &handle, sizeof same);
+  return by_driver(cudaIpcOpenMemHandle((void **)p, same, flags));
+}
+API CUresult cuIpcCloseMemHandle(CUdeviceptr p) { return by_driver(cudaIpcCloseMemHandle((void *)p)); }
 
 /* --- virtual memory, with which vLLM's sleep frees memory and keeps its addresses --- */
 

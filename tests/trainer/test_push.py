@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from rl.weights.buffer import is_kept
-from rl.weights.copies import Workers
-from rl.weights.versions import INDEX_KEY, WeightsError, living_versions
-from tests.stores import FakeStore, living, read_buffer
+from rl.weights.memory import is_kept
+from rl.weights.shared_memory import Workers
+from rl.weights.store import INDEX_KEY, living_versions
+from rl.weights.version import WeightsError
+from tests.stores import FakeStore, key_of, living, read_buffer
 from trainer.engines.contract.plain_ranks import spawn
 from trainer.push import WeightPublisher
 
@@ -294,7 +295,7 @@ def test_torchstore_keeps_two_versions() -> None:
     assert len(store.values) == 1 + 2 * len(_full(0))
     for record in store.values[INDEX_KEY]:
         for name, tensor in _full(record.version).items():
-            assert torch.equal(store.values[record.key(name)], tensor.to(torch.bfloat16))
+            assert torch.equal(store.values[key_of(record, name)], tensor.to(torch.bfloat16))
 
 
 def test_an_unknown_transport_is_named() -> None:
@@ -325,7 +326,7 @@ def test_a_new_version_of_unchanged_weights_is_warned_of() -> None:
 
 
 def test_too_little_shared_memory_falls_back_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl.weights.buffer.available_memory_bytes", lambda: 100)
+    monkeypatch.setattr("rl.weights.memory.available_memory_bytes", lambda: 100)
     store = FakeStore()
     short = r"weights need 0\.0 MB of shared memory and 0\.0 MB are available"
     with pytest.raises(WeightsError, match=short):
@@ -340,7 +341,7 @@ def test_too_little_shared_memory_falls_back_or_is_refused(monkeypatch: pytest.M
     record = store.values[INDEX_KEY][-1]
     assert (record.version, record.transport, record.location) == (2, "torchstore", None)
     for name, tensor in _full(2).items():
-        assert torch.equal(store.values[record.key(name)], tensor.to(torch.bfloat16))
+        assert torch.equal(store.values[key_of(record, name)], tensor.to(torch.bfloat16))
 
 
 def test_torchstore_says_that_no_parameter_changed() -> None:

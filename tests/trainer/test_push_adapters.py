@@ -11,9 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from rl.lora import LoRAConfig, tensor_name
+from rl.weights.memory import element_sum
 from rl.weights.shared_memory import SharedMemoryReceiver
-from rl.weights.versions import INDEX_KEY, UnknownVersionError, VersionRecord, element_sum, find_record
-from tests.stores import FakeStore, read_buffer
+from rl.weights.store import INDEX_KEY, find_record
+from rl.weights.version import UnknownVersionError, VersionRecord
+from tests.stores import FakeStore, key_of, read_buffer
 from trainer.engines.contract.plain_ranks import spawn
 from trainer.push import WeightPublisher
 
@@ -54,7 +56,7 @@ def test_every_policy_has_versions_of_its_own(transport: str) -> None:
         ]
         with pytest.raises(UnknownVersionError, match="version 7 cannot be pulled; versions that can: 0"):
             await find_record(store, 7, "a")
-        assert len({record.key(A) for record in records}) == 3
+        assert len({key_of(record, A) for record in records}) == 3
 
     asyncio.run(main())
 
@@ -107,7 +109,7 @@ def _publish_sharded(rank: int) -> None:
         asyncio.run(publisher.publish(1, sharded.items()))
         if rank == 0:
             record = asyncio.run(find_record(store, 1, policy))
-            published = read_buffer(record) if policy == "a" else {n: store.values[record.key(n)] for n in full}
+            published = read_buffer(record) if policy == "a" else {n: store.values[key_of(record, n)] for n in full}
             assert all(torch.equal(published[name], full[name].bfloat16()) for name in full)
             # Two replicas hold the same shards; each must count once.
             assert policy == "a" or record.checksums == tuple(element_sum(published[name]) for name in full)

@@ -222,7 +222,7 @@ def _write_weights(directory: Path, weights: Iterable[tuple[str, "Tensor"]], fil
     import torch
     from safetensors.torch import save_file
 
-    from rl.weights.versions import weight_dtype
+    from rl.weights.version import weight_dtype
 
     weight_map, held, total = dict[str, str](), dict[str, torch.Tensor](), 0
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ownloop_doctors.several_ranks import PARAMS, Build, layout_script
 from rl.losses import get_loss
 from rl.tiny_models import random_batch
-from rl.weights.gpu_memory import unreachable_gpus
+from rl.weights.gpu import unreachable_gpus
 from tests.stores import FakeStore
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine

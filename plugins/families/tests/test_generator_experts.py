@@ -11,12 +11,13 @@ import torch
 
 from generator.config import LoRALimits
 from rl.lora import LoRAConfig
-from rl.weights.versions import WeightsError, WeightsMismatchError, find_record
+from rl.weights.store import find_record
+from rl.weights.version import WeightsError, WeightsMismatchError
 from tests.generator.adapted import largest_error, merged, pull_adapter, random_adapter
 from tests.generator.engines import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.generator.served_models import served_qwen3_moe
-from tests.stores import FakeStore
+from tests.stores import FakeStore, key_of
 from trainer.push import WeightPublisher
 
 pytestmark = pytest.mark.vllm
@@ -42,7 +43,7 @@ def test_experts_are_packed_again_after_every_pull(tmp_path: Path, build_engine:
         assert after != before
         publisher = WeightPublisher(torch_dtype, "torchstore", store=store)
         await publisher.publish(4, moved(directory, 4).items())
-        key = (await find_record(store, 4)).key("model.norm.weight")
+        key = key_of(await find_record(store, 4), "model.norm.weight")
         kept = store.values.pop(key)
         with pytest.raises(WeightsError, match="TorchStore lost"):
             await pull(engine, store, 4)

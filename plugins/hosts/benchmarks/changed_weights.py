@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from benchmarks.harness import REPOSITORY, Bar, benchmark_model, parser, print_result
+from ownloop_hosts.weights.changes import changes_of
 from ownloop_hosts.weights.links import PART_BYTES, bytes_of
 from rl.types import AdamParams, Datum
-from rl.weights.copies import changes_of
 
 RATES = (1e-6, 3e-6, 1e-5)
 Weights = Mapping[str, torch.Tensor]

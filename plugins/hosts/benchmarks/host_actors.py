@@ -12,8 +12,8 @@ from monarch.actor import Actor, endpoint
 
 from ownloop_hosts.weights import links
 from ownloop_hosts.weights.network import NetworkReceiver
-from rl.weights.copies import Workers
-from rl.weights.versions import VersionRecord
+from rl.weights.shared_memory import Workers
+from rl.weights.version import VersionRecord
 from trainer.push import WeightPublisher
 
 NUM_TENSORS = 272

@@ -10,7 +10,7 @@ import pytest
 
 from plugins.hosts.tests.namespaces import Hosts, hosts_on_one_machine
 from plugins.hosts.tests.weight_processes import Process
-from rl.weights.versions import UnknownVersionError, WeightsError
+from rl.weights.version import UnknownVersionError, WeightsError
 from tests.generator.served_models import served_llama
 from tests.waiting import LIMIT_S, wait_until
 

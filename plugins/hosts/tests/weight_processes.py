@@ -23,7 +23,8 @@ from ownloop_hosts.weights.network import NetworkReceiver
 from ownloop_hosts.weights.receiving_process import ReceivingHost, ReceivingProcess
 from plugins.hosts.tests.weights.receiving_hosts import RemoteCall, answer_calls
 from rl.system.hardware import host_identity
-from rl.weights.versions import RECEIVERS_KEY, VersionRecord
+from rl.weights.store import RECEIVERS_KEY
+from rl.weights.version import VersionRecord
 from tests.stores import FakeStore
 from tests.waiting import wait_until
 from trainer.push import WeightPublisher

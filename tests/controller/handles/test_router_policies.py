@@ -8,7 +8,7 @@ from controller.handles.adapters import BoundGenerator
 from controller.handles.generator_router import GeneratorRouter, evaluator_of
 from controller.processes.errors import MeshError
 from rl.lora import Policy
-from rl.weights.versions import PublisherGoneError
+from rl.weights.version import PublisherGoneError
 from tests.controller.handles.fake_replicas import SAMPLING, FakeReplica, Replicas, run, settle
 from tests.waiting import until
 

@@ -15,7 +15,7 @@ from controller.handles.version_records import VersionRecords
 from controller.processes.mesh import Mesh
 from generator.config import GeneratorConfig
 from rl.tiny_models import tiny_llama
-from rl.weights.versions import VersionRecord
+from rl.weights.version import VersionRecord
 from trainer.config import TrainerConfig
 from trainer.engines.model_check import ModelLimits
 

@@ -12,7 +12,7 @@ import vllm._custom_ops as ops
 from generator.cpu import weight_packing
 from generator.cpu.weight_packing import packed_layers, patch_packing
 from rl.system.hardware import has_fast_bfloat16
-from rl.weights.versions import WeightsError
+from rl.weights.version import WeightsError
 from tests.generator.engines import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
 from tests.generator.served_models import served_llama

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from rl.weights.buffer import GPUPart
-from rl.weights.versions import WeightsError
+from rl.weights.memory import GPUPart
+from rl.weights.version import WeightsError
 
 
 class HostSharing:

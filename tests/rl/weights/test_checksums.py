@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl.weights.versions import BufferChecksums, add_up, element_sum
+from rl.weights.memory import BufferChecksums, add_up, element_sum
 
 SIZES = (64, 1002, 8192, 10_000_003)
 

@@ -4,13 +4,14 @@ import asyncio
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
 
-from rl.weights import copies
-from rl.weights.buffer import WeightBuffer
+from rl.system.cuda import pin
+from rl.weights import shared_memory
+from rl.weights.memory import WeightBuffer
+from tests.rl import cuda_driver
 from tests.stores import FakeStore, living, read_buffer
 from trainer.push import WeightPublisher
 
@@ -36,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 def test_gpu_logic_weights_are_cast_and_travel_together(calls: Calls) -> None:
     sources = [torch.randn(n, 8) for n in (3, 5, 100, 1, 2)]
     destinations = [torch.zeros(source.shape, dtype=torch.bfloat16) for source in sources]
-    copies.copy(zip(destinations, sources, strict=True), batch_bytes=200)
+    shared_memory.copy(zip(destinations, sources, strict=True), batch_bytes=200)
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(destinations, sources, strict=True))
     sizes = [[size for _, size in call] for call in calls]
     assert sizes == [[48, 80], [1600], [16, 32]]  # 200 bytes at a time, or one tensor that is larger
@@ -51,41 +52,37 @@ def test_gpu_logic_a_push_from_a_gpu_takes_that_way(calls: Calls, monkeypatch: p
 
     expected = publish()
     assert not calls, "on the CPU, threads copy and cast"
-    monkeypatch.setattr(copies, "on_gpu", lambda tensors: bool(list(tensors)))
+    monkeypatch.setattr(shared_memory, "on_gpu", lambda tensors: bool(list(tensors)))
     found = publish()
     assert [len(call) for call in calls] == [4]
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("error", ["", "cudaErrorNotSupported"])
+@pytest.mark.parametrize("error", ["", "CUDA_ERROR_NOT_SUPPORTED"])
 def test_gpu_logic_buffers_are_pinned_while_they_are_open(
     error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log: list[tuple[Any, ...]] = []
-
-    def call(function: str, *arguments: Any) -> str:
-        log.append((function, *(getattr(argument, "value", argument) for argument in arguments)))
-        return error
-
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device", _NoDevice)
-    monkeypatch.setattr(copies, "call_cuda", call)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", cuda_driver)
+    monkeypatch.setattr(cuda_driver, "refused", {"cuMemHostRegister": error} if error else {})
+    monkeypatch.setattr(cuda_driver, "calls", [])
     owner = WeightBuffer.create(4096)
     reader = WeightBuffer.open(owner.location)
-    address = owner.parts[0].data_ptr()
+    addresses = [buffer.parts[0].data_ptr() for buffer in (owner, reader)]
     owner.pin()
     reader.pin()
-    pinned, unpinned = "cudaHostRegister", "cudaHostUnregister"
-    assert log == [(pinned, address, 4096, 1), (pinned, reader.parts[0].data_ptr(), 4096, 1 | 8)]  # and read-only
     for buffer in (owner, reader):
         buffer.close()
+    pinned, unpinned = "cuMemHostRegister", "cuMemHostUnregister"
+    log = [call for call in cuda_driver.calls if call[0] in (pinned, unpinned)]
     told = capsys.readouterr().out
+    assert log[:2] == [(pinned, addresses[0], 4096, 1), (pinned, addresses[1], 4096, 1 | 8)]  # and read-only
     if error:
         assert len(log) == 2
-        assert "not pinned, which is slower: CUDA refused to pin 0.0 GB: cudaErrorNotSupported" in told
+        assert "more slowly than they could: 0.0 GB are not pinned: CUDA refused: CUDA_ERROR_NOT_SUPPORTED" in told
     else:
-        assert log[2:] == [(unpinned, address), (unpinned, reader.parts[0].data_ptr())]
+        assert log[2:] == [(unpinned, address) for address in addresses]
         assert not told
 
 
@@ -95,36 +92,22 @@ def test_weights_go_to_the_host_and_back_through_pinned_memory(capsys: pytest.Ca
     buffer = WeightBuffer.create(1 << 22)
     buffer.pin()
     assert "not pinned" not in capsys.readouterr().out
-    assert copies.pin(buffer.parts[0], writable=True), "it is pinned already"
+    assert pin(buffer.parts[0], writable=True), "it is pinned already"
     weights = torch.randn(1 << 20, device="cuda")
-    assert not copies.call_cuda("cudaPeekAtLastError"), "torch would raise it"
     on_host = buffer.parts[0][: 1 << 21].view(torch.bfloat16)
     assert on_host.is_pinned()
-    copies.copy([(on_host, weights)])
+    shared_memory.copy([(on_host, weights)])
     back = torch.zeros(1 << 20, device="cuda", dtype=torch.bfloat16)
-    copies.copy([(back, on_host)])
+    shared_memory.copy([(back, on_host)])
     assert torch.equal(back, weights.bfloat16())
     del on_host
     buffer.close()
 
 
-class _NoDevice:
-    """Stands for `torch.cuda.device`."""
-
-    def __init__(self, index: int) -> None:
-        assert index == 0
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 _SCRIPT = """
 import threading
 import torch
-from rl.weights.copies import Workers
+from rl.weights.shared_memory import Workers
 
 workers = Workers()
 pairs = [(torch.zeros(2_000_000, dtype=torch.bfloat16), torch.rand(2_000_000)) for _ in range(4)]
@@ -150,30 +133,3 @@ def test_each_thread_uses_no_others_and_the_caller_keeps_its_own() -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["1", "1", "2"]
-
-
-@pytest.mark.parametrize(("share", "most"), [(0.0, 0.01), (0.01, 0.022), (0.1, 0.21), (0.9, None), (1.0, None)])
-@pytest.mark.parametrize("num_elements", [3000 * 400, 300 * 401, 131_074, 70_001])
-def test_changes_are_exact_and_few_bytes(share: float, most: float | None, num_elements: int) -> None:
-    random = torch.Generator().manual_seed(7)
-
-    def bits() -> torch.Tensor:  # of all numbers, not-a-numbers of every kind among them
-        return torch.randint(-(1 << 15), 1 << 15, (num_elements,), generator=random, dtype=torch.int16)
-
-    old = bits()
-    new = torch.where(torch.rand(num_elements, generator=random) < share, bits(), old)
-    changes = copies.changes_of(new.view(torch.uint8), old.view(torch.uint8))
-    assert (changes is None) == (most is None)
-    if changes is not None and most is not None:
-        assert len(changes) <= most * 2 * num_elements
-        copies.apply_changes(changes, old.view(torch.uint8))
-        assert torch.equal(old, new)
-
-
-def test_changes_of_other_memory_are_refused() -> None:
-    changes = copies.changes_of(torch.ones(1 << 10, dtype=torch.uint8), torch.ones(1 << 10, dtype=torch.uint8))
-    assert changes is not None
-    with pytest.raises(ValueError, match="5 bytes of changes are no changes of 1024 bytes"):
-        copies.apply_changes(torch.zeros(5, dtype=torch.uint8), torch.ones(1 << 10, dtype=torch.uint8))
-    odd = torch.zeros(3, dtype=torch.uint8)
-    assert copies.changes_of(odd, odd) is None

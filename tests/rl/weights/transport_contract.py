@@ -16,15 +16,17 @@ import pytest
 import torch
 
 from rl.system.hardware import host_identity
-from rl.weights.transport import Sender, Shard, WeightMemory, load_transport
-from rl.weights.versions import (
+from rl.weights.store import VersionIndex, find_record
+from rl.weights.version import (
     Manifest,
+    Sender,
+    Shard,
     UnknownVersionError,
-    VersionIndex,
     VersionRecord,
+    WeightMemory,
     WeightsError,
     build_manifest,
-    find_record,
+    load_transport,
     manifest_checksum,
 )
 from tests.stores import FakeStore, living
@@ -80,15 +82,15 @@ def _receive(name: str, record: VersionRecord, store: FakeStore) -> list[dict[st
             received[rank] = error
 
     async def main() -> None:
-        feed = receivers[0].feed(record, store)
-        opened = (receivers[0].open(record, feed), receivers[1].open(record, None))
+        loop = asyncio.get_running_loop()
+        opened = (
+            receivers[0].open(record, lambda key: asyncio.run_coroutine_threadsafe(store.get(key), loop)),
+            receivers[1].open(record, None),
+        )
         threads = [threading.Thread(target=load, args=(rank, weights)) for rank, weights in enumerate(opened)]
         for thread in threads:
             thread.start()
-        done = asyncio.ensure_future(asyncio.to_thread(join, *threads))
-        if feed is not None:
-            await feed.fetch(done)
-        await done
+        await asyncio.to_thread(join, *threads)
 
     asyncio.run(main())
     return received

@@ -22,8 +22,8 @@ from rl.sampling import KeptSets
 from rl.system.model_files import stored_shapes
 from rl.tiny_models import VOCAB_SIZE
 from rl.types import Datum
-from rl.weights.buffer import WeightBuffer
-from rl.weights.versions import living_versions
+from rl.weights.memory import WeightBuffer
+from rl.weights.store import living_versions
 from trainer.engines.base import Engine
 from trainer.engines.contract.plain_ranks import relative_error
 from trainer.push import WeightPublisher

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rl.checks import is_of
 from rl.system.disk import read_json
-from rl.weights.ranks import all_gather, num_ranks, own_rank
+from rl.system.ranks import all_gather, num_ranks, own_rank
 from trainer.engines.pytorch.checkpoint_reader import CheckpointReader
 
 _FILE = "ownloop.json"

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from rl.data.packing import ModelFlops, PackedRow, pack_row
 from rl.losses import Loss
+from rl.system.ranks import own_rank
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
-from rl.weights.ranks import own_rank
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine, Microbatch, PeakMemory
 from trainer.engines.pytorch import checkpoint

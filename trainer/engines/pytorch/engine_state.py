@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rl.weights.copies import pin, unpin
+from rl.system.cuda import pin, unpin
 
 Part = Literal["model", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)

@@ -29,7 +29,7 @@ from rl.lora import PEFT_PREFIX, LoRAConfig, adapted_modules
 from rl.system.hf_config import read_config, read_config_file, renamed, vision_of
 from rl.system.model_files import other_files, weight_files
 from rl.types import Head
-from rl.weights.versions import weight_dtype
+from rl.weights.version import weight_dtype
 from trainer.engines.decoder_config import DecoderConfig, Llama3RopeScaling
 from trainer.engines.pytorch.checkpoint import on_rank_0
 

@@ -22,10 +22,11 @@ from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 
-from rl.weights.copies import changes_of, use_one_thread
-from rl.weights.ranks import num_ranks
-from rl.weights.transport import Shard
-from rl.weights.versions import Manifest, WeightsError, element_sum
+from ownloop_hosts.weights.changes import changes_of
+from rl.system.ranks import num_ranks
+from rl.weights.memory import element_sum
+from rl.weights.shared_memory import use_one_thread
+from rl.weights.version import Manifest, Shard, WeightsError
 
 LINK_TIMEOUT_S = 20.0  # the usual `LinkAddress.timeout_s`: a link survives an interruption of ten seconds
 

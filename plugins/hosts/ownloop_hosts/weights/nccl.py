@@ -9,13 +9,12 @@ second transfer where one breaks off. No CPU copies bytes, which bounds a link o
 are not sent: to find them takes a copy of the last version and passes over both.
 
 To make a communicator takes up to seconds. So both ends keep it from push to push, by a key that they agreed on. A
-communicator is two ranks' own: when a process dies, only its links end. NCCL's functions are called through ctypes,
-because torch's process groups end the whole process when a communicator fails, which a lost host must not do to a
-trainer.
+communicator is two ranks' own: when a process dies, only its links end. NCCL is called by NVIDIA's bindings, nccl4py,
+which vLLM's CUDA build brings. torch's process groups would end the whole process when a communicator fails, which a
+lost host must not do to a trainer.
 """
 
 import asyncio
-import ctypes
 import itertools
 import os
 import socket
@@ -24,7 +23,10 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -32,12 +34,13 @@ import torch
 from ownloop_hosts.weights.links import END, Link, LinkAddress, LinkError, Part
 from ownloop_hosts.weights.network import Network, NetworkSender, outcomes_of
 from ownloop_hosts.weights.receiving_process import ReceivingHost, ReceivingProcess
-from rl.weights.ranks import CANNOT_PUBLISH, on_rank_0, raise_on_every_rank
-from rl.weights.versions import Manifest, VersionIndex, VersionRecord, WeightsError, receivers_on_hosts
+from rl.weights.store import VersionIndex, receivers_on_hosts
+from rl.weights.version import Manifest, VersionRecord, WeightsError, on_rank_0, raise_on_every_rank
 
 _KEY_BYTES = 16
 _ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 _UINT8, _SUCCESS, _IN_PROGRESS = 1, 0, 7  # ncclUint8, ncclSuccess, ncclInProgress
+_BINDINGS = "nccl.bindings.nccl"
 _ROOM_BYTES = 16 << 20  # a message has a place on the GPU of so many at a time
 _LOOK_S = 50e-6
 _START_S = 60.0  # for a process to start CUDA
@@ -85,12 +88,6 @@ class Maker(Protocol):
         ...
 
 
-class _UniqueId(ctypes.Structure):
-    """ncclUniqueId, which calls take by value."""
-
-    _fields_ = (("internal", ctypes.c_char * _ID_BYTES),)
-
-
 class NCCL:
     """Makes pairs of GPUs."""
 
@@ -99,15 +96,16 @@ class NCCL:
     def why_not(self, device: int | None) -> str:
         if not (torch.cuda.is_available() and torch.version.cuda is not None):
             return "this process computes without CUDA"
+        try:
+            import_module(_BINDINGS)
+        except ImportError as error:
+            return f"the package nccl4py is missing ({error})"
         torch.cuda.init()  # so that the host's memory is pinned, which is allocated next
         self._devices = itertools.cycle(range(torch.cuda.device_count()) if device is None else (device,))
         return ""
 
     def new_id(self) -> bytes:
-        made = _UniqueId()
-        if problem := _failure("ncclGetUniqueId", ctypes.byref(made)):
-            raise LinkError(f"no communicator of NCCL: {problem}")
-        return bytes(made)
+        return bytes(memoryview(_call("get_unique_id")))
 
     def make(self, pair_id: bytes, rank: int, timeout_s: float) -> "NCCLPair":
         return NCCLPair(pair_id, rank, torch.device("cuda", next(self._devices)), timeout_s)
@@ -121,77 +119,74 @@ class NCCLPair:
         self._peer = 1 - rank
         self._timeout_s = timeout_s
         self._is_interrupted = False
-        self._communicator = ctypes.c_void_p()
         self._stream = torch.cuda.Stream(device)
-        outcome: list[str] = []
+        made: Future[Any] = Future()
 
         def make() -> None:
-            arguments = ctypes.byref(self._communicator), 2, _UniqueId.from_buffer_copy(pair_id), rank
-            with torch.cuda.device(device):
-                outcome.append(_failure("ncclCommInitRank", *arguments))
+            try:
+                with torch.cuda.device(device):
+                    made.set_result(_call("comm_init_rank", 2, _unique_id(pair_id), rank))
+            except Exception as error:
+                made.set_exception(error)
 
         # NCCL waits for the other end without a limit, and nothing can end that.
-        making = threading.Thread(target=make, daemon=True)
-        making.start()
-        making.join(timeout_s)
-        if problem := outcome[0] if outcome else f"the other end did not come within {timeout_s:g} s":
-            raise LinkError(f"no communicator of NCCL: {problem}")
+        threading.Thread(target=make, daemon=True).start()
+        try:
+            self._communicator: Any = made.result(timeout_s)
+        except TimeoutError:
+            raise LinkError(f"no communicator of NCCL: the other end did not come within {timeout_s:g} s") from None
 
     def send(self, data: torch.Tensor) -> None:
-        self._run("ncclSend", data)
+        self._run("send", data)
 
     def receive(self, into: torch.Tensor) -> None:
-        self._run("ncclRecv", into)
+        self._run("recv", into)
 
     def interrupt(self) -> None:
         self._is_interrupted = True
 
     def end(self) -> None:
-        communicator, self._communicator = self._communicator, ctypes.c_void_p()
-        if communicator:
-            _nccl().ncclCommAbort(communicator)  # this end is gone, also if that fails
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            with suppress(LinkError):  # this end is gone, also if that fails
+                _call("comm_abort", communicator)
 
     def _run(self, function: str, data: torch.Tensor) -> None:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             self._stream.wait_stream(torch.cuda.default_stream(self.device))  # in which `data` was computed
-            where = ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.nbytes), _UINT8, self._peer
-            problem = _failure(function, *where, self._communicator, ctypes.c_void_p(self._stream.cuda_stream))
+            where = data.data_ptr(), data.nbytes, _UINT8, self._peer
+            _call(function, *where, self._communicator, self._stream.cuda_stream)
             done = torch.cuda.Event()
             done.record(self._stream)
         end = time.monotonic() + self._timeout_s
-        while not problem and not done.query():
+        while not done.query():
             time.sleep(_LOOK_S)
-            late = "" if time.monotonic() < end else f"it took more than {self._timeout_s:g} s"
-            problem = self._asynchronous_error() or late
+            self._look(f"{function} of {data.nbytes} bytes", end)
         if self._is_interrupted:
-            problem = "the link was broken off"
-        if problem:
-            raise LinkError(f"{function} of {data.nbytes} bytes: {problem}")
+            raise LinkError("the link was broken off")
 
-    def _asynchronous_error(self) -> str:
-        found = ctypes.c_int()
-        problem = _failure("ncclCommGetAsyncError", self._communicator, ctypes.byref(found))
-        interrupted = "the link was broken off" if self._is_interrupted else ""
-        return problem or _error(found.value) or interrupted
-
-
-def _nccl() -> ctypes.CDLL:
-    """NCCL as torch has loaded it; a library that was preloaded comes before it, as for CUDA's runtime."""
-    ctypes.CDLL("libnccl.so.2", ctypes.RTLD_GLOBAL)
-    return ctypes.CDLL(None)
+    def _look(self, what: str, end: float) -> None:
+        """Raises `LinkError` if there is a reason not to wait any longer."""
+        status = int(_call("comm_get_async_error", self._communicator))
+        if status not in (_SUCCESS, _IN_PROGRESS):
+            raise LinkError(f"{what}: {_call('get_error_string', status)}")
+        if self._is_interrupted:
+            raise LinkError(f"{what}: the link was broken off")
+        if time.monotonic() >= end:
+            raise LinkError(f"{what}: it took more than {self._timeout_s:g} s")
 
 
-def _failure(function: str, *arguments: Any) -> str:
-    """Calls a function of NCCL. Returns its error's text, empty if it succeeds."""
-    return _error(getattr(_nccl(), function)(*arguments))
+def _unique_id(pair_id: bytes) -> Any:
+    return import_module(_BINDINGS).UniqueId.from_buffer(bytearray(pair_id))
 
 
-def _error(status: int) -> str:
-    if status in (_SUCCESS, _IN_PROGRESS):
-        return ""
-    text = _nccl().ncclGetErrorString
-    text.restype = ctypes.c_char_p
-    return text(status).decode()
+def _call(function: str, *arguments: Any) -> Any:
+    """What a function of NCCL returns. Raises `LinkError` with its error."""
+    bindings = import_module(_BINDINGS)
+    try:
+        return getattr(bindings, function)(*arguments)
+    except bindings.NCCLError as error:
+        raise LinkError(f"NCCL's {function}: {error}") from error
 
 
 class NCCLLink(Link):
@@ -336,7 +331,7 @@ class NCCLSender(NetworkSender):
     async def prepare(self, manifest: Manifest) -> None:
         """Also raises `WeightsError` if a rank or a host has no GPU."""
         own = NCCLLink.maker.why_not(int(os.environ.get("LOCAL_RANK", "0")))
-        await asyncio.to_thread(raise_on_every_rank, _refusal("this trainer rank", own), CANNOT_PUBLISH)
+        await asyncio.to_thread(raise_on_every_rank, _refusal("this trainer rank", own))
         await on_rank_0(self._check_hosts)
         await super().prepare(manifest)
 

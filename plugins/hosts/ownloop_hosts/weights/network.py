@@ -29,21 +29,21 @@ from typing import Any, ClassVar, TypeVarTuple
 from ownloop_hosts.weights.links import Link, OwnShards, Route, Sent
 from ownloop_hosts.weights.receiving_process import Received, ReceivingHost, ReceivingProcess, Transfer
 from rl.system.hardware import host_identity
-from rl.weights.buffer import BufferLocation, WeightBuffer, held_version, is_kept
-from rl.weights.ranks import CANNOT_PUBLISH, all_gather, on_rank_0, own_rank, raise_on_every_rank
+from rl.system.ranks import all_gather, own_rank
+from rl.weights.memory import BufferLocation, WeightBuffer, add_up, held_version, is_kept
 from rl.weights.shared_memory import SharedMemoryReceiver
-from rl.weights.transport import Shard
-from rl.weights.versions import (
+from rl.weights.store import Store, VersionIndex, receivers_on_hosts
+from rl.weights.version import (
     LIVING_VERSIONS,
+    Fetch,
     Manifest,
-    Store,
+    Shard,
     UnknownVersionError,
-    VersionIndex,
     VersionRecord,
     WeightsError,
-    add_up,
     buffer_size,
-    receivers_on_hosts,
+    on_rank_0,
+    raise_on_every_rank,
 )
 
 Ts = TypeVarTuple("Ts")
@@ -109,7 +109,7 @@ class NetworkSender:
             self._shards.hold(shards, record.manifest, record.frozen_id)
         except Exception as error:  # of any kind, here and below, because the other ranks wait to hear of it
             problem = error
-        await asyncio.to_thread(raise_on_every_rank, problem, CANNOT_PUBLISH)
+        await asyncio.to_thread(raise_on_every_rank, problem)
         before = {} if self._published is None else self._published.location
         push = _Push(record, before, self._index.get_store, self._publisher, self._reader_timeout_s, self._have_last)
         push.link = self.link
@@ -162,7 +162,7 @@ class NetworkReceiver(SharedMemoryReceiver):
     """Reads the shared memory of this host's receiving process."""
 
     @contextlib.contextmanager
-    def open(self, record: VersionRecord, feed: None) -> Generator[WeightBuffer]:
+    def open(self, record: VersionRecord, fetch: Fetch | None) -> Generator[WeightBuffer]:
         """The version in this host's memory. Raises `UnknownVersionError` if it did not get here, or is gone."""
         location = _location_here(record)
         if location is None:
@@ -170,7 +170,7 @@ class NetworkReceiver(SharedMemoryReceiver):
                 f"version {record.version} is not on this host: the push did not reach it, or its receiving process"
                 " has ended since; the next push brings a newer version"
             )
-        with super().open(replace(record, location=location, host=host_identity()), feed) as buffer:
+        with super().open(replace(record, location=location, host=host_identity()), fetch) as buffer:
             yield buffer
 
 

@@ -18,7 +18,8 @@ from controller.processes.mesh import Mesh
 from controller.processes.place import Place
 from ownloop_hosts.weights.links import LinkAddress
 from ownloop_hosts.weights.receiving_process import ReceivingHost, ReceivingProcess
-from rl.weights.versions import RECEIVERS_KEY, WeightsError
+from rl.weights.store import RECEIVERS_KEY
+from rl.weights.version import WeightsError
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -24,11 +24,11 @@ from typing import Protocol, TypeVar, TypeVarTuple
 
 import torch
 
+from ownloop_hosts.weights.changes import apply_changes
 from ownloop_hosts.weights.links import END, ID_BYTES, LINK_TIMEOUT_S, Link, LinkAddress, LinkError, Part, bytes_of
 from rl.system.hardware import available_memory_bytes
-from rl.weights.buffer import BufferLocation, Sealed, WeightBuffer, is_unchanged, short_of_memory
-from rl.weights.copies import apply_changes
-from rl.weights.versions import VersionRecord, WeightsError, corrupted, element_sum
+from rl.weights.memory import BufferLocation, Sealed, WeightBuffer, element_sum, is_unchanged, short_of_memory
+from rl.weights.version import VersionRecord, WeightsError, corrupted
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -44,7 +44,7 @@ class Call(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivingHost:
-    """An entry of the directory at `rl.weights.versions.RECEIVERS_KEY`, which is a tuple of them."""
+    """An entry of the directory at `rl.weights.store.RECEIVERS_KEY`, which is a tuple of them."""
 
     name: str
     """For errors and warnings."""

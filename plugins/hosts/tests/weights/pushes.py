@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from plugins.hosts.tests.weights.receiving_hosts import read_at
-from rl.weights.versions import VersionRecord
+from rl.weights.version import VersionRecord
 from tests.stores import FakeStore
 from trainer.push import WeightPublisher
 

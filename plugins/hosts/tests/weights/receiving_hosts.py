@@ -17,7 +17,8 @@ from ownloop_hosts.weights.links import LinkAddress
 from ownloop_hosts.weights.network import NetworkReceiver
 from ownloop_hosts.weights.receiving_process import Call, ReceivingHost, ReceivingProcess
 from rl.system.hardware import host_identity
-from rl.weights.versions import RECEIVERS_KEY, VersionRecord, WeightsError
+from rl.weights.store import RECEIVERS_KEY
+from rl.weights.version import VersionRecord, WeightsError
 from tests.stores import FakeStore
 from tests.waiting import join
 from trainer.engines.contract.plain_ranks import preloaded_forkserver

@@ -20,8 +20,8 @@ from ownloop_hosts.weights.links import (
     bytes_of,
     memory_of,
 )
-from rl.weights.transport import Shard
-from rl.weights.versions import build_manifest, element_sum
+from rl.weights.memory import element_sum
+from rl.weights.version import Shard, build_manifest
 from tests.waiting import LIMIT_S
 
 ROWS = 5 * (PART_BYTES // 4000) // 4  # that take more than one message, and less than two

@@ -17,7 +17,7 @@ from plugins.hosts.tests.weights.host_pairs import HostPairs, QueuePair
 from plugins.hosts.tests.weights.pushes import Tensors, assert_read, push, weights
 from plugins.hosts.tests.weights.receiving_hosts import host_entry, host_processes, read_at, register
 from rl.lora import LoRAConfig
-from rl.weights.versions import UnknownVersionError, VersionRecord, WeightsError
+from rl.weights.version import UnknownVersionError, VersionRecord, WeightsError
 from tests.stores import FakeStore
 from trainer.push import WeightPublisher
 

@@ -21,7 +21,7 @@ from plugins.hosts.tests.weights.receiving_hosts import (
     register,
 )
 from rl.system.hardware import host_identity
-from rl.weights.versions import UnknownVersionError, WeightsError
+from rl.weights.version import UnknownVersionError, WeightsError
 from tests.stores import FakeStore, living
 from trainer.engines.contract.plain_ranks import spawn
 from trainer.push import WeightPublisher

@@ -22,8 +22,9 @@ from plugins.hosts.tests.weights.receiving_hosts import (
     register,
 )
 from rl.system.hardware import host_identity
-from rl.weights.buffer import WeightBuffer
-from rl.weights.versions import RECEIVERS_KEY, UnknownVersionError, VersionRecord, WeightsError
+from rl.weights.memory import WeightBuffer
+from rl.weights.store import RECEIVERS_KEY
+from rl.weights.version import UnknownVersionError, VersionRecord, WeightsError
 from tests.stores import FakeStore
 from tests.waiting import join
 from trainer.engines.contract.plain_ranks import preloaded_forkserver

@@ -5,8 +5,7 @@ import pytest
 from ownloop_hosts.weights.receiving_process import ReceivingProcess
 from plugins.hosts.tests.weights.host_pairs import HostPairs
 from plugins.hosts.tests.weights.receiving_hosts import host_entry, register
-from rl.weights.transport import Shard
-from rl.weights.versions import WeightsError
+from rl.weights.version import Shard, WeightsError
 from tests.rl.weights.transport_contract import TransportContract, make_sender, send, weights
 from tests.stores import FakeStore
 

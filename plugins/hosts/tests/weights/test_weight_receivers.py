@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ownloop_hosts.weights.receivers import GeneratorHost, WeightReceivers
-from rl.weights.versions import receivers_on_hosts
+from rl.weights.store import receivers_on_hosts
 from tests.meshes_in_process import InProcessMesh, meshes_in_process
 
 

@@ -7,12 +7,12 @@ need from all of them.
 
 The memory is shared by CUDA IPC. A process opens memory of any GPU that its own can reach, also of one that
 `CUDA_VISIBLE_DEVICES` hides from it, and addresses it as if it lay on its own GPU. Containers may forbid it, so `auto`
-tries it first: `python -m rl.weights.gpu_memory HANDLE DEVICE` exits with 0 if it reads a pattern in that memory, and
-says why not otherwise.
+tries it first: `python -m rl.weights.gpu HANDLE DEVICE` exits with 0 if it reads a pattern in that memory, and says why
+not otherwise. torch's own sharing is of no use here: a trainer's allocator has segments that grow, whose memory another
+process opens only if it may trace the trainer, and it leaves a file behind where a process is killed.
 """
 
 import contextlib
-import ctypes
 import itertools
 import os
 import subprocess
@@ -23,29 +23,25 @@ from typing import Any, Protocol
 
 import torch
 
-from rl.weights import copies
-from rl.weights.buffer import BufferLocation, GPUPart, WeightBuffer, is_kept
-from rl.weights.ranks import CANNOT_PUBLISH, all_gather, num_ranks, raise_on_every_rank
-from rl.weights.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender
-from rl.weights.versions import (
+from rl.system import cuda
+from rl.system.ranks import all_gather, num_ranks
+from rl.weights.memory import BufferLocation, GPUPart, WeightBuffer, is_kept
+from rl.weights.shared_memory import Pair, SharedMemory, SharedMemoryReceiver, SharedMemorySender, copy
+from rl.weights.store import VersionIndex
+from rl.weights.version import (
     HEADER_BYTES,
     LIVING_VERSIONS,
     Manifest,
     PublisherGoneError,
-    VersionIndex,
     VersionRecord,
     WeightsError,
     buffer_size,
+    raise_on_every_rank,
 )
 
-_LAZY_PEER_ACCESS, _DEVICE_TO_HOST = 1, 2  # cudaIpcMemLazyEnablePeerAccess, cudaMemcpyDeviceToHost
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _READ = 0  # NVML_P2P_CAPS_INDEX_READ; pynvml's own constant is a tuple, by a slip, which its call refuses
-
-
-class _Handle(ctypes.Structure):
-    """cudaIpcMemHandle_t, which calls take by value."""
-
-    _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
 class MemorySharing(Protocol):
@@ -81,7 +77,7 @@ class CUDASharing:
 
     def __init__(self, device: torch.device | None = None) -> None:
         """By default, the device is the one of this rank."""
-        self._device = device or torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        self._device = device or cuda.own_device()
 
     def why_not(self) -> str:
         computes = torch.cuda.is_available() and torch.version.cuda is not None
@@ -95,35 +91,36 @@ class CUDASharing:
         return unreachable_gpus() or self._why_not_opened()
 
     def allocate(self, begin: int, num_bytes: int) -> tuple[torch.Tensor, GPUPart]:
-        device, pointer, handle = self._device, ctypes.c_void_p(), _Handle()
         torch.cuda.empty_cache()  # what torch has cached is not free for others
-        with torch.cuda.device(device):
-            short = f"{num_bytes / 1e6:.1f} MB of GPU memory are not free"
-            _call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes), failed=short)
-            try:
-                _call("cudaIpcGetMemHandle", ctypes.byref(handle), pointer, failed="the GPU's memory cannot be shared")
-            except WeightsError:
-                _call("cudaFree", pointer)
-                raise
-        memory = _tensor(pointer, num_bytes, device).zero_()
-        torch.cuda.synchronize(device)
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        return memory, GPUPart(begin, num_bytes, uuid, bytes(handle), os.getpid())
+        try:
+            cuda.enter(self._device)
+            address = int(cuda.call("cuMemAlloc", num_bytes))
+        except cuda.CUDAError as error:
+            raise WeightsError(f"{num_bytes / 1e6:.1f} MB of GPU memory are not free: {error}") from error
+        memory = _tensor(address, num_bytes, self._device).zero_()
+        self.wait()
+        try:
+            handle = cuda.call("cuIpcGetMemHandle", address)
+        except cuda.CUDAError as error:
+            self.close(memory, owned=True)
+            raise WeightsError(f"the GPU's memory cannot be shared: {error}") from error
+        theirs = bytes(_tensor(handle.getPtr(), _HANDLE_BYTES, torch.device("cpu")).tolist())
+        uuid = f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
+        return memory, GPUPart(begin, num_bytes, uuid, theirs, os.getpid())
 
     def open(self, part: GPUPart) -> torch.Tensor:
         if why_not := self.why_not():
             raise _out_of_reach(part, why_not)
-        with torch.cuda.device(self._device):
-            try:
-                pointer = _opened(part.handle)
-            except WeightsError as error:
-                raise _out_of_reach(part, str(error)) from error
-        return _tensor(pointer, part.num_bytes, self._device)
+        try:
+            cuda.enter(self._device)
+            return _tensor(_opened(part.handle), part.num_bytes, self._device)
+        except cuda.CUDAError as error:
+            raise _out_of_reach(part, str(error)) from error
 
     def close(self, memory: torch.Tensor, *, owned: bool) -> None:
-        with torch.cuda.device(memory.device):
-            torch.cuda.synchronize(memory.device)
-            _call("cudaFree" if owned else "cudaIpcCloseMemHandle", ctypes.c_void_p(memory.data_ptr()))
+        self.wait()
+        cuda.enter(self._device)
+        cuda.call("cuMemFree" if owned else "cuIpcCloseMemHandle", memory.data_ptr())
 
     def wait(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -205,7 +202,7 @@ class GPUMemorySender(SharedMemorySender):
     ) -> None:
         """Frees everything and raises on all ranks if one has a problem."""
         try:
-            raise_on_every_rank(problem, CANNOT_PUBLISH)
+            raise_on_every_rank(problem)
         except BaseException:
             for buffer in buffers:
                 buffer.close()
@@ -219,8 +216,8 @@ class GPUMemorySender(SharedMemorySender):
         if why_not:
             raise WeightsError(f"weight_transport='gpu_memory' is not possible: {why_not}; use 'shared_memory'")
 
-    def _copy(self, pairs: Sequence[copies.Pair]) -> None:
-        copies.copy(pairs)
+    def _copy(self, pairs: Sequence[Pair]) -> None:
+        copy(pairs)
         self._sharing.wait()
 
 
@@ -335,23 +332,19 @@ def _out_of_reach(part: GPUPart, why: str) -> WeightsError:
     )
 
 
-def _call(function: str, *arguments: Any, failed: str = "CUDA refused") -> None:
-    """Calls a function of CUDA's runtime. Raises `WeightsError` with its error's name unless it succeeds."""
-    if error := copies.call_cuda(function, *arguments):
-        raise WeightsError(f"{failed}: {error}")
+def _opened(handle: bytes) -> int:
+    """Where memory of another process lies in this one. Raises `CUDAError`."""
+    theirs = import_module("cuda.bindings.driver").CUipcMemHandle()
+    _tensor(theirs.getPtr(), len(handle), torch.device("cpu")).copy_(
+        torch.frombuffer(bytearray(handle), dtype=torch.uint8)
+    )
+    return int(cuda.call("cuIpcOpenMemHandle", theirs, _LAZY_PEER_ACCESS))
 
 
-def _opened(handle: bytes) -> ctypes.c_void_p:
-    """Where memory of another process lies in this one. Raises `WeightsError`."""
-    pointer = ctypes.c_void_p()
-    _call("cudaIpcOpenMemHandle", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
-    return pointer
-
-
-def _tensor(pointer: ctypes.c_void_p, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of a GPU as a tensor that does not own it (uint8 [N])."""
+def _tensor(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory as a tensor that does not own it (uint8 [N])."""
     construct: Any = torch._C._construct_storage_from_data_pointer  # pyright: ignore
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(construct(pointer.value, device, num_bytes))
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(construct(address, device, num_bytes))
 
 
 PATTERN = bytes(range(1, 9))
@@ -361,7 +354,7 @@ _TIMEOUT_S = 60.0
 
 def why_not_opened(handle: bytes, device: int) -> str:
     """Why another process cannot open this memory on a GPU of the same number; empty if it can."""
-    command = [sys.executable, "-m", "rl.weights.gpu_memory", handle.hex(), str(device)]
+    command = [sys.executable, "-m", "rl.weights.gpu", handle.hex(), str(device)]
     try:
         probe = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -373,15 +366,14 @@ def why_not_opened(handle: bytes, device: int) -> str:
 
 def main(handle: str, device: str) -> None:
     """Exits with what went wrong, if anything."""
-    found = ctypes.create_string_buffer(len(PATTERN))
+    found = bytearray(len(PATTERN))
     try:
-        _call("cudaSetDevice", int(device))
-        pointer = _opened(bytes.fromhex(handle))
-        _call("cudaMemcpy", found, pointer, ctypes.c_size_t(len(PATTERN)), _DEVICE_TO_HOST)
-    except WeightsError as error:
+        cuda.enter(torch.device("cuda", int(device)))
+        cuda.call("cuMemcpyDtoH", found, _opened(bytes.fromhex(handle)), len(PATTERN))
+    except cuda.CUDAError as error:
         raise SystemExit(str(error)) from None
-    if found.raw != PATTERN:
-        raise SystemExit(f"it found {found.raw.hex()} there and not {PATTERN.hex()}")
+    if bytes(found) != PATTERN:
+        raise SystemExit(f"it found {found.hex()} there and not {PATTERN.hex()}")
 
 
 if __name__ == "__main__":

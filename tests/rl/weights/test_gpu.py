@@ -1,17 +1,15 @@
 """Weights from GPU to GPU of one host. Memory of the host stands for the GPUs', in processes of their own."""
 
 import asyncio
-import contextlib
 import ctypes
 import multiprocessing
 import operator
-import subprocess
 import sys
 import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rl.lora import LoRAConfig
-from rl.weights import copies, gpu_memory
-from rl.weights.gpu_memory import PATTERN, CUDASharing, GPUMemory, MemorySharing, cut, unreachable_gpus, why_not_opened
-from rl.weights.versions import PublisherGoneError, UnknownVersionError, VersionRecord, WeightsError, build_manifest
+from rl.weights import gpu
+from rl.weights.gpu import PATTERN, CUDASharing, GPUMemory, MemorySharing, cut, unreachable_gpus, why_not_opened
+from rl.weights.version import PublisherGoneError, UnknownVersionError, VersionRecord, WeightsError, build_manifest
+from tests.rl import cuda_driver
 from tests.rl.weights.host_sharing import HostSharing
 from tests.stores import FakeStore, living
 from tests.waiting import join
@@ -30,45 +29,6 @@ from trainer.engines.contract.plain_ranks import preloaded_forkserver, spawn
 from trainer.push import WeightPublisher
 
 SHAPES = {"embedding": (300, 10), "norm": (7,), "scale": (), "up": (41, 7), "down": (30, 10)}
-
-
-STAND_IN = """
-#include <stdlib.h>
-#include <string.h>
-/* Stands for CUDA's runtime. A handle that ends with 1 is the address of memory here; another is memory itself. */
-typedef struct { char bytes[64]; } Handle;
-int fails, allocated, opened; /* which calls fail, as bits; what was not given back */
-const char *cudaGetErrorName(int e) {
-  return e == 2 ? "cudaErrorMemoryAllocation" : e == 400 ? "cudaErrorInvalidResourceHandle" : "cudaErrorNotSupported";
-}
-int cudaGetLastError(void) { return 0; }
-int cudaSetDevice(int device) { return device == 3 ? 0 : 101; }
-int cudaMalloc(void **p, size_t n) {
-  if (fails & 1) return 2;
-  allocated++;
-  memset(*p = malloc(n), 255, n);
-  return 0;
-}
-int cudaFree(void *p) { allocated--; free(p); return 0; }
-int cudaIpcGetMemHandle(Handle *h, void *p) {
-  memset(h, 0, sizeof *h);
-  memcpy(h, &p, sizeof p);
-  h->bytes[63] = 1;
-  return fails & 2 ? 801 : 0;
-}
-int cudaIpcOpenMemHandle(void **p, Handle h, unsigned flags) {
-  static Handle content;
-  if (fails & 4 || flags != 1 || !(h.bytes[0] | h.bytes[63])) return 400;
-  opened++;
-  content = h;
-  if (h.bytes[63]) memcpy(p, &h, sizeof *p); else *p = &content;
-  return 0;
-}
-int cudaIpcCloseMemHandle(void *p) { opened--; return 0; }
-int cudaMemcpy(void *to, const void *from, size_t n, int kind) { memcpy(to, from, n); return kind == 2 ? 0 : 1; }
-"""
-MALLOC, SHARE, OPEN = 1, 2, 4
-"""Bits of `fails`."""
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -88,11 +48,11 @@ def assert_holds(record: VersionRecord, version: int) -> None:
 
 @pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_memory, "CUDASharing", HostSharing)
+    monkeypatch.setattr(gpu, "CUDASharing", HostSharing)
 
 
 def _publish_and_read(rank: int) -> None:
-    gpu_memory.CUDASharing = HostSharing  # pyright: ignore[reportAttributeAccessIssue]
+    gpu.CUDASharing = HostSharing  # pyright: ignore[reportAttributeAccessIssue]
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     publisher = WeightPublisher(torch.bfloat16, "gpu_memory", store=FakeStore(), full_checksums=True)
@@ -119,7 +79,7 @@ def test_gpu_logic_ranks_write_shards_into_each_others_memory() -> None:
 
 def _serve(pipe: "Connection[Any, Any]", sharing: bool) -> None:
     if sharing:
-        gpu_memory.CUDASharing = HostSharing  # pyright: ignore[reportAttributeAccessIssue]
+        gpu.CUDASharing = HostSharing  # pyright: ignore[reportAttributeAccessIssue]
     device = "cpu" if sharing else "cuda"
     publisher = WeightPublisher(torch.bfloat16, "gpu_memory", store=FakeStore())
     while True:
@@ -170,10 +130,9 @@ def test_another_process_opens_memory_of_the_gpu() -> None:
 
 @pytest.mark.gpu
 def test_memory_that_a_gpu_lacks_is_refused_and_harms_nothing() -> None:
-    with pytest.raises(WeightsError, match="MB of GPU memory are not free: cudaErrorMemoryAllocation"):
+    with pytest.raises(WeightsError, match="MB of GPU memory are not free: CUDA refused: CUDA_ERROR_OUT_OF_MEMORY"):
         CUDASharing().allocate(0, 1 << 45)
     assert float(torch.ones(8, device="cuda").sum()) == 8, "torch does not raise what CUDA refused"
-    assert not copies.call_cuda("cudaPeekAtLastError")
 
 
 @pytest.mark.usefixtures("on_host")
@@ -240,11 +199,16 @@ def test_gpu_logic_gpus_that_do_not_reach_each_other_are_named(
 
 
 @pytest.mark.slow
-def test_gpu_logic_memory_that_none_can_open_is_found(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LD_PRELOAD", str(stand_in))
+def test_gpu_logic_memory_that_none_can_open_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bindings = tmp_path / "cuda" / "bindings"
+    bindings.mkdir(parents=True)
+    (bindings / "driver.py").write_text(Path(cuda_driver.__file__).read_text())
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert why_not_opened(PATTERN + bytes(56), 3) == ""
-    assert why_not_opened(bytes(64), 3).endswith("memory of the GPU: CUDA refused: cudaErrorInvalidResourceHandle")
     assert "found 0909090909090909 there and not 01" in why_not_opened(b"\x09" * 8 + bytes(56), 3)
+    with (bindings / "driver.py").open("a") as file:
+        file.write("refused.update(cuIpcOpenMemHandle='CUDA_ERROR_INVALID_HANDLE')\n")
+    assert why_not_opened(bytes(64), 3).endswith("memory of the GPU: CUDA refused: CUDA_ERROR_INVALID_HANDLE")
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
@@ -258,46 +222,27 @@ def test_gpu_logic_parts_are_whole_tensors_in_order(num_parts: int) -> None:
     assert sum(size for _, size in parts) == sum(-(-spec.nbytes // 64) * 64 for spec in manifest)
 
 
-@pytest.fixture(scope="module")
-def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library with the functions of CUDA's runtime that are called."""
-    folder = tmp_path_factory.mktemp("cudart")
-    (folder / "runtime.c").write_text(STAND_IN)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", "runtime.so", "runtime.c"], cwd=folder, check=True)
-    return folder / "runtime.so"
-
-
-class Runtime(NamedTuple):
-    """The library in this process, and its counters."""
-
-    fails: ctypes.c_int
-    allocated: ctypes.c_int
-    opened: ctypes.c_int
-
-
 @pytest.fixture
-def runtime(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     """On a host with a GPU of 80,000 bytes, which stands for the CPU."""
-    library = ctypes.CDLL(str(stand_in))
-    monkeypatch.setattr(copies, "cuda_runtime", lambda: library)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", cuda_driver)
     properties = SimpleNamespace(uuid="abc", total_memory=80_000)
     for name, value in {
         "is_available": lambda: True,
-        "device": lambda _: contextlib.nullcontext(),
         "empty_cache": lambda: None,
         "synchronize": lambda _: None,
         "get_device_properties": lambda _: properties,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(gpu_memory, "unreachable_gpus", lambda: "")
-    found = Runtime(*(ctypes.c_int.in_dll(library, name) for name in Runtime._fields))
-    for counter in found:
-        counter.value = 0
-    return found
+    monkeypatch.setattr(gpu, "unreachable_gpus", lambda: "")
+    cuda_driver.refused.clear()
+    cuda_driver.open_now.clear()
+    return cuda_driver
 
 
-def test_gpu_logic_memory_is_allocated_opened_and_given_back(runtime: Runtime) -> None:
+@pytest.mark.usefixtures("driver")
+def test_gpu_logic_memory_is_allocated_opened_and_given_back() -> None:
     sharing = CUDASharing(torch.device("cpu"))
     assert not sharing.why_not()
     memory, part = sharing.allocate(64, 4096)
@@ -310,23 +255,27 @@ def test_gpu_logic_memory_is_allocated_opened_and_given_back(runtime: Runtime) -
     assert opened.nbytes == 4096
     sharing.close(opened, owned=False)
     sharing.close(memory, owned=True)
-    assert (runtime.allocated.value, runtime.opened.value) == (0, 0)
+    assert not any(cuda_driver.open_now.values())
 
 
-def test_gpu_logic_what_cuda_refuses_is_said_and_leaves_nothing(runtime: Runtime) -> None:
+def test_gpu_logic_what_cuda_refuses_is_said_and_leaves_nothing(driver: Any) -> None:
     sharing = CUDASharing(torch.device("cpu"))
     _, part = sharing.allocate(0, 64)
-    for what, message in ((MALLOC, "0.1 MB of GPU memory are not free: cudaErrorMem"), (SHARE, "shared: cudaErrorNot")):
-        runtime.fails.value = what
+    for function, message in (
+        ("cuMemAlloc", "0.1 MB of GPU memory are not free: CUDA refused: CUDA_ERROR"),
+        ("cuIpcGetMemHandle", "shared: CUDA refused: CUDA_ERROR"),
+    ):
+        driver.refused[function] = "CUDA_ERROR"
         with pytest.raises(WeightsError, match=message):
             sharing.allocate(0, 100_000)
-    assert runtime.allocated.value == 1
-    runtime.fails.value = OPEN
-    with pytest.raises(WeightsError, match=r"GPU-abc, which this process cannot open \(CUDA refused: cudaErrorInvalid"):
+        driver.refused.clear()
+    assert driver.open_now["allocated"] == 1
+    driver.refused["cuIpcOpenMemHandle"] = "CUDA_ERROR_INVALID_HANDLE"
+    with pytest.raises(WeightsError, match=r"GPU-abc, which .* cannot open \(CUDA refused: CUDA_ERROR_INVALID"):
         sharing.open(part)
 
 
-def test_gpu_logic_auto_tries_it_in_another_process(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_logic_auto_tries_it_in_another_process(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sharing, tried = CUDASharing(torch.device("cpu")), list[bytes]()
 
     def opened(handle: bytes, device: int | None) -> str:
@@ -334,11 +283,11 @@ def test_gpu_logic_auto_tries_it_in_another_process(runtime: Runtime, monkeypatc
         tried.append(ctypes.string_at(int.from_bytes(handle[:8], "little"), 8))
         return "forbidden here"
 
-    monkeypatch.setattr(gpu_memory, "why_not_opened", opened)
+    monkeypatch.setattr(gpu, "why_not_opened", opened)
     assert sharing.why_not_by_default(8000) == "forbidden here"
     assert tried == [PATTERN]
-    assert runtime.allocated.value == 0
+    assert driver.open_now["allocated"] == 0
     assert "more than a tenth of its memory" in sharing.why_not_by_default(8001)
-    runtime.fails.value = SHARE
-    assert "cannot be shared: cudaErrorNotSupported" in sharing.why_not_by_default(8000)
-    assert runtime.allocated.value == 0
+    driver.refused["cuIpcGetMemHandle"] = "CUDA_ERROR_NOT_SUPPORTED"
+    assert "cannot be shared: CUDA refused: CUDA_ERROR_NOT_SUPPORTED" in sharing.why_not_by_default(8000)
+    assert driver.open_now["allocated"] == 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.weights.transport import TRANSPORTS
+from rl.weights.version import TRANSPORTS
 from tests.rl.weights.host_sharing import HostSharing
 from tests.rl.weights.transport_contract import TransportContract
 from tests.stores import FakeStore
@@ -11,7 +11,7 @@ from tests.stores import FakeStore
 @pytest.fixture(params=TRANSPORTS)
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every transport, without a GPU."""
-    monkeypatch.setattr("rl.weights.gpu_memory.CUDASharing", HostSharing)
+    monkeypatch.setattr("rl.weights.gpu.CUDASharing", HostSharing)
     return request.param
 
 

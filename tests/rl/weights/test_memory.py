@@ -1,5 +1,6 @@
 """Readers see whole versions only, whichever process dies, and nothing is left behind."""
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -10,17 +11,18 @@ import pytest
 import torch
 
 from rl.system.hardware import available_memory_bytes, host_identity
-from rl.weights.buffer import BufferLocation, WeightBuffer, held_version
-from rl.weights.versions import (
+from rl.weights.memory import BufferLocation, WeightBuffer, held_version
+from rl.weights.store import INDEX_KEY, find_record
+from rl.weights.version import (
     Manifest,
     UnknownVersionError,
     VersionRecord,
     WeightsError,
     buffer_size,
     build_manifest,
-    find_version,
     manifest_checksum,
 )
+from tests.stores import FakeStore
 from tests.waiting import LIMIT_S, wait_for_line
 
 MANIFEST: Manifest = build_manifest([("a", (512, 300), torch.float32), ("b", (7,), torch.bfloat16)])
@@ -51,7 +53,7 @@ def _write(buffer: WeightBuffer, version: int) -> VersionRecord:
 
 def _child(source: str, *arguments: object) -> "subprocess.Popen[str]":
     """A process that runs `source` with this module's names, its arguments in `arguments`."""
-    module = "tests.rl.weights.test_buffer"
+    module = "tests.rl.weights.test_memory"
     prelude = f"import sys, time\nfrom {module} import *\nfrom {module} import _record, _write\n"
     prelude += "arguments = [int(a) for a in sys.argv[1:]]\n"
     command = [sys.executable, "-c", prelude + source, *map(str, arguments)]
@@ -81,11 +83,14 @@ def test_manifest_lays_tensors_out_without_overlap() -> None:
 
 
 def test_the_newest_push_of_a_version_is_found() -> None:
-    buffer = WeightBuffer.create(buffer_size(MANIFEST))
-    records = [_record(buffer, 3, 0), _record(buffer, 4, 1), _record(buffer, 4, 2)]
-    assert find_version(records, 4).push_index == 2
+    store = FakeStore()
+    records = [
+        replace(_record(WeightBuffer.create(4096), *each), transport="torchstore") for each in ((4, 2), (3, 0), (4, 1))
+    ]
+    store.values[INDEX_KEY] = tuple(records)
+    assert asyncio.run(find_record(store, 4)).push_index == 2
     with pytest.raises(UnknownVersionError, match="version 5 cannot be pulled; versions that can: 3, 4"):
-        find_version(records, 5)
+        asyncio.run(find_record(store, 5))
 
 
 def test_a_reader_sees_what_was_written_and_only_that_version() -> None:
@@ -124,7 +129,7 @@ def test_the_same_version_published_twice_is_not_confused() -> None:
 def test_buffers_larger_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # Not the host's own figure, which other processes change by gigabytes while a test runs.
     available = buffer_size(MANIFEST) * 3 // 2  # one buffer would fit, the two that live do not
-    monkeypatch.setattr("rl.weights.buffer.available_memory_bytes", lambda: available)
+    monkeypatch.setattr("rl.weights.memory.available_memory_bytes", lambda: available)
     need = f"weights need {2 * buffer_size(MANIFEST) / 1e6:.1f} MB of shared memory and {available / 1e6:.1f} MB are"
     with pytest.raises(WeightsError, match=rf"{need} available; weight_transport='torchstore' needs none"):
         WeightBuffer.create_for(MANIFEST)

@@ -1,0 +1,350 @@
+"""What is published: a model's tensors, the record of one version of them, and the transports that carry it.
+
+    trainer/push.py    -> a Sender of the transport   -> the bytes lie where the record's `location` says
+                       -> rl/weights/store.py         -> TorchStore: the records of the newest versions
+    generator/pull.py  <- a Receiver of the transport <- the record, from the controller or from TorchStore
+
+A transport is one file and one row of `TRANSPORTS`, or in a plug-in an entry point of the group `ownloop.transports`.
+This module does not import torch, because configurations name transports before any process starts.
+"""
+
+import asyncio
+import hashlib
+import math
+import pickle
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from functools import cache, lru_cache
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+from rl.checks import unknown_name
+from rl.lora import LoRAConfig
+from rl.system.plugins import named_by
+
+if TYPE_CHECKING:  # they load torch
+    import torch
+    import torch.distributed as dist
+
+    from rl.weights.store import VersionIndex
+
+T = TypeVar("T")
+
+LIVING_VERSIONS = 2
+"""How many published versions stay whole: the newest can be written while the one before is read."""
+
+HEADER_BYTES = 4096
+"""Size of a buffer's header; the checksums follow it. A whole page, though the header needs less."""
+
+LINE_BYTES = 64
+"""Every tensor in a buffer begins at a multiple of this and is padded with zeros to the next."""
+
+CANNOT_PUBLISH = "trainer rank {rank} could not publish its weights"
+
+_CHECKSUM_BYTES = 8
+
+
+class WeightsError(RuntimeError):
+    """Weights could not be published or loaded, through no mistake of the caller."""
+
+
+class PublisherGoneError(WeightsError):
+    """The process that published the weights has died, and they with it."""
+
+
+class UnknownVersionError(ValueError):
+    """The requested version was never published, or is no longer kept."""
+
+
+class WeightsMismatchError(ValueError):
+    """The published tensors do not fit the model that should load them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor, and its place in a buffer."""
+
+    name: str
+    """Hugging Face parameter name."""
+    shape: tuple[int, ...]
+    """The full tensor's shape, before any sharding."""
+    dtype: "torch.dtype"
+    offset: int
+    """Bytes from the start of the buffer."""
+    frozen: bool = False
+    """Whether no optimizer step changes it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Manifest = tuple[TensorSpec, ...]
+
+
+def build_manifest(tensors: Iterable[tuple[str, Sequence[int], "torch.dtype"]]) -> Manifest:
+    """Lays out tensors one after the other, each at the start of a line. Raises ValueError for a duplicate name."""
+    tensors = list(tensors)
+    specs: dict[str, TensorSpec] = {}
+    offset = HEADER_BYTES + _whole_lines(len(tensors) * _CHECKSUM_BYTES)
+    for name, shape, dtype in tensors:
+        if name in specs:
+            raise ValueError(f"the tensor {name!r} occurs twice among the weights; each name may occur once")
+        specs[name] = TensorSpec(name, tuple(shape), dtype, offset)
+        offset += _whole_lines(specs[name].nbytes)
+    return tuple(specs.values())
+
+
+def buffer_size(manifest: Manifest) -> int:
+    """Size in bytes of a buffer for these tensors."""
+    return max((spec.offset + _whole_lines(spec.nbytes) for spec in manifest), default=HEADER_BYTES)
+
+
+def manifest_checksum(manifest: Manifest) -> bytes:
+    """SHA-256 over names, shapes, dtypes and offsets."""
+    return hashlib.sha256(repr(manifest).encode()).digest()
+
+
+def _whole_lines(num_bytes: int) -> int:
+    return -(-num_bytes // LINE_BYTES) * LINE_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRecord:
+    """All that a generator needs to know to load one published version. Travels through TorchStore."""
+
+    version: int
+    """Policy version."""
+    push_index: int
+    """The number of this push, counted from 0 by its publisher. It differs for two pushes of one version."""
+    manifest: Manifest
+    dtype: "torch.dtype"
+    """Of every floating-point tensor in the manifest."""
+    transport: str
+    """A name in `transports()`."""
+    host: str
+    """`host_identity()` of the publisher."""
+    layout: bytes
+    """`manifest_checksum` of the manifest."""
+    full_checksums: bool
+    """Whether the checksums cover every byte, or samples."""
+    frozen_id: bytes = bytes(16)
+    """Of a UUID. Equal in two versions only if their frozen tensors are equal, too."""
+    policy: str | None = None
+    """The adapter that was published; None if these are the weights of the model itself."""
+    lora: LoRAConfig | None = None
+    """The adapter's shape and scale; its tensors go by PEFT's names, B unscaled. None for the model itself."""
+    location: Any = None
+    """Where the tensors lie, in the transport's own terms; None if they are in TorchStore."""
+    checksums: tuple[int, ...] = ()
+    """`element_sum` of every tensor, in the manifest's order; empty if the tensors' checksums lie beside them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the manifest as bytes that a process decodes once, because decoding takes milliseconds."""
+        others = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "manifest"}
+        return _record, (_encoded(self.manifest), others)
+
+
+def _record(manifest: bytes, others: dict[str, Any]) -> VersionRecord:
+    return VersionRecord(manifest=_decoded(manifest), **others)
+
+
+@lru_cache(maxsize=4)
+def _encoded(manifest: Manifest) -> bytes:
+    return pickle.dumps(manifest)
+
+
+@lru_cache(maxsize=4)
+def _decoded(manifest: bytes) -> Manifest:
+    return pickle.loads(manifest)
+
+
+def weight_dtype(name: str, dtype: "torch.dtype") -> "torch.dtype":
+    """The dtype in which a weight leaves a trainer that publishes or exports in `dtype`.
+
+    The selection bias of a router stays in float32, in checkpoints and generators alike: rounded, it chooses others.
+    """
+    import torch
+
+    return torch.float32 if name.endswith("e_score_correction_bias") else dtype
+
+
+def corrupted(record: VersionRecord, spec: TensorSpec, what: str) -> WeightsError:
+    """The error for a tensor that differs from the published one; `what` says how."""
+    return WeightsError(
+        f"version {record.version} is corrupted: {spec.name!r} is not what was published ({what}); it has to be pushed"
+        " again"
+    )
+
+
+TRANSPORTS: Mapping[str, str] = {
+    "gpu_memory": "rl.weights.gpu:GPUMemory",
+    "shared_memory": "rl.weights.shared_memory:SharedMemory",
+    "torchstore": "rl.weights.store:StoreTransport",
+}
+"""The transports of the core by name, as "module:class"."""
+
+
+@cache
+def transports() -> Mapping[str, str]:
+    """Every transport by name, as "module:class". `auto` takes the first that suits and can carry the weights."""
+    *preferred, last = TRANSPORTS.items()
+    return dict((*preferred, *named_by("transports").items(), last))
+
+
+def check_transport(name: str, transport: str) -> None:
+    """Raises ValueError, with the `name` of what holds it, unless a transport is "auto" or one that there is."""
+    known = ("auto", *transports())
+    if transport not in known:
+        raise unknown_name(name, transport, known, "transports")
+
+
+def load_transport(name: str) -> "Transport":
+    """The transport of a name in `transports()`."""
+    return resolve_name(transports()[name])()
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one trainer rank holds of one tensor."""
+
+    name: str
+    tensor: "torch.Tensor"
+    """The tensor as the engine has it, in the engine's dtype; a DTensor if it is sharded."""
+    local: "torch.Tensor | None"
+    """The part that this rank sends; None if another rank sends the same values."""
+    region: tuple[slice, ...]
+    """Where `local` lies in the full tensor; empty if it is the full tensor."""
+
+
+class Sender(Protocol):
+    """The end of a transport in a trainer rank. All ranks call each method together."""
+
+    async def prepare(self, manifest: Manifest) -> None:
+        """Called before the first version. Raises `WeightsError` on every rank if the transport cannot carry this."""
+        ...
+
+    async def send(self, record: VersionRecord, shards: Iterable[Shard]) -> tuple[VersionRecord, bool]:
+        """Sends this rank's shards. When it returns on every rank, generators can pull the version.
+
+        `record` lacks only the fields that belong to the transport; they are filled in in the record that is returned.
+        The second value, which counts on rank 0, says whether all tensors are known to be as in the version before.
+        Iterating over `shards` raises ValueError if they do not fit the manifest. Raises on all ranks if one fails.
+        """
+        ...
+
+    async def close(self, withdrawn: Iterable[VersionRecord]) -> None:
+        """Frees the memory of all versions. `withdrawn` are the versions of rank 0's index; no others are in use."""
+        ...
+
+
+@runtime_checkable
+class WeightMemory(Protocol):
+    """Memory of this process that holds every tensor of a version."""
+
+    @property
+    def parts(self) -> "tuple[torch.Tensor, ...]":
+        """The memory that holds the tensors, in one piece or in several (uint8 [N] each)."""
+        ...
+
+    def tensor(self, spec: TensorSpec) -> "torch.Tensor":
+        """A view of one tensor."""
+        ...
+
+
+Fetch = Callable[[str], "Future[Any]"]
+"""Asks TorchStore for the value of a key, from any thread."""
+
+
+class Receiver(Protocol):
+    """The end of a transport in a generator rank."""
+
+    def open(
+        self, record: VersionRecord, fetch: Fetch | None
+    ) -> "AbstractContextManager[WeightMemory | Iterator[tuple[str, torch.Tensor]]]":
+        """The version's tensors, whole and unchanging while inside: all in memory at once, or one after the other.
+
+        `fetch` is None but on rank 0. Raises ValueError if the weights are out of reach, `UnknownVersionError` if the
+        version is no longer kept, and `WeightsError` if it cannot be had; the iterator may raise `WeightsError` midway.
+        """
+        ...
+
+
+class Transport(Protocol):
+    """One way for weights to travel."""
+
+    @property
+    def fallback_notice(self) -> str:
+        """How a warning begins that says that `auto` fell back on this transport."""
+        ...
+
+    @property
+    def between_hosts(self) -> bool | None:
+        """True if generators have to be on other hosts than the trainer, False if on the same, None for either."""
+        ...
+
+    @property
+    def without_gpus(self) -> str:
+        """The transport that carries an adapter, which is small, in place of this one; empty if this needs no GPUs."""
+        ...
+
+    def suits(self) -> bool:
+        """Whether `auto` may take this transport in this process."""
+        ...
+
+    def sender(self, index: "VersionIndex", *, reader_timeout_s: float, asked: bool) -> Sender:
+        """A trainer rank's end. A push waits at most `reader_timeout_s` for readers of the version that it replaces.
+
+        `asked` says whether the user named this transport, so that it may take more than `auto` should.
+        """
+        ...
+
+    def receiver(self, broadcast: Callable[..., Any]) -> Receiver:
+        """A generator rank's end. `broadcast(x)` on rank 0 and `broadcast()` elsewhere return rank 0's `x`."""
+        ...
+
+    def current(self, record: VersionRecord) -> VersionRecord | None:
+        """The version that can be pulled from where `record` says; None if there is none at this moment.
+
+        Raises ValueError if the weights are out of reach, and `WeightsError` if the publisher is gone.
+        """
+        ...
+
+
+def raise_on_every_rank(
+    problem: Exception | None, message: str = CANNOT_PUBLISH, group: "dist.ProcessGroup | None" = None
+) -> None:
+    """A barrier that raises on all ranks if one has a problem, so that no rank waits for a rank that gave up.
+
+    The rank with the problem raises it; the others raise `WeightsError` with `message`, which names `{rank}`.
+    """
+    from rl.system.ranks import all_gather  # here and below: it loads torch
+
+    problems = all_gather(str(problem) if problem is not None else None, group)
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(problems):
+        if text is not None:
+            raise WeightsError(f"{message.format(rank=rank)}: {text}")
+
+
+async def on_rank_0(work: Callable[[], Awaitable[T]]) -> T:
+    """What rank 0's work for a push returns, on every rank. Raises on all ranks if it fails. A collective."""
+    from rl.system.ranks import all_gather, own_rank
+
+    result: Any = None
+    problem: Exception | None = None
+    try:
+        result = await work() if own_rank() == 0 else None
+    except Exception as error:  # of any kind, because the other ranks wait to hear of it
+        problem = error
+    text = None if problem is None else str(problem)
+    text, result = (await asyncio.to_thread(all_gather, (text, result)))[0]
+    if problem is not None:
+        raise problem
+    if text is not None:
+        raise WeightsError(f"{CANNOT_PUBLISH.format(rank=0)}: {text}")
+    return result
