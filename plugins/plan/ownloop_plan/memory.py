@@ -13,12 +13,12 @@ from generator.config import LORA_RANKS, GeneratorConfig
 from ownloop_plan.gpus import GPU
 from ownloop_plan.sizes import ModelSize, Stage, TensorSize
 from rl.lora import LoRAConfig
+from rl.weights.version import LIVING_VERSIONS
 from trainer.config import TrainerConfig
 
 _BF16, _FLOAT32 = 2, 4
 _LOGITS_SHARE = 64  # `trainer.engines.pytorch.logprobs.chunk_bytes_on_gpu`
 _PIECE_BYTES = 256 << 20  # of moments, `trainer.engines.pytorch.optimizer`
-LIVING_VERSIONS = 2  # `rl.weights.version.LIVING_VERSIONS`, whose module loads torch
 
 
 @dataclass(frozen=True, slots=True)
