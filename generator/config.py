@@ -5,11 +5,14 @@ import difflib
 import importlib.util
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from rl.checks import check_at_least, check_between, check_gpus, check_types
+from pydantic import Field, PositiveInt
+
+from rl.checks import check_at_least
+from rl.configuration import AnyPath, Gpus, Positive, check_gpus, configuration, one_of
 from rl.images import TokensWithImages, images_of
 from rl.lora import LivePolicy, Policy
 from rl.system.deadlines import Deadlines
@@ -26,7 +29,7 @@ from rl.system.hf_config import (
 )
 from rl.system.model_files import check_head, check_no_stray_weights
 from rl.types import HeadDtype, Placement, SamplingParams, WeightTransport
-from rl.weights.version import check_transport
+from rl.weights.version import transports
 
 GeneratorDtype = Literal["bfloat16", "float16", "float32"]
 OnFailure = Literal["retry", "raise"]
@@ -83,35 +86,32 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The maximum ranks that vLLM knows. A rank is rounded up to the next of these."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class LoRALimits:
     """How much room a generator makes for adapters when it starts."""
 
-    max_rank: int = 32
+    max_rank: Annotated[int, Field(ge=1, le=LORA_RANKS[-1])] = 32
     """The highest rank of an adapter. An adapter of a lower rank costs as much memory as one of this rank."""
-    max_adapters: int = 4
+    max_adapters: PositiveInt = 4
     """Adapters that are computed at the same time. Requests of further adapters wait for a place."""
-    max_loaded: int = 32
+    max_loaded: PositiveInt = 32
     """Adapters that are kept in the host's memory. Every frozen version counts as one."""
     vision: bool = False
     """Whether adapters may change what reads images. An image is then computed for each adapter anew."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        check_types(self)
-        check_between(1, LORA_RANKS[-1], **{"LoRALimits.max_rank": self.max_rank})
-        check_at_least(1, max_adapters=self.max_adapters)
         if self.max_loaded < self.max_adapters:
             raise ValueError(
                 f"LoRALimits.max_loaded is {self.max_loaded}; it must be at least max_adapters, {self.max_adapters}"
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class GeneratorConfig:
     """One generator: `num_replicas` copies of the model, each held by `tensor_parallel` ranks, a process each."""
 
-    model: Path = Path()
+    model: AnyPath = Path()
     """Directory of a Hugging Face causal language model: config.json, *.safetensors, tokenizer files. Recipes leave it
     out, because a loop sets it to its own model."""
     dtype: GeneratorDtype = "bfloat16"
@@ -119,27 +119,27 @@ class GeneratorConfig:
     head_dtype: HeadDtype | None = None
     """Dtype of the logits' product, as `TrainerConfig.head_dtype`. "float32" widens hidden states and output projection
     of `dtype`, on the CPU at every step. None: `dtype`."""
-    tensor_parallel: int = 1
+    tensor_parallel: PositiveInt = 1
     """Ranks that share every matrix product; must divide the attention heads."""
-    weight_transport: WeightTransport = "auto"
+    weight_transport: Annotated[WeightTransport, one_of(lambda: ("auto", *transports()), "transports")] = "auto"
     """How pushed weights travel: from GPU to GPU of one host through `gpu_memory`, through `shared_memory` on one host,
     over the `network` into shared memory of other hosts, the same from GPU to GPU by `nccl`, or through `torchstore`.
     `auto` takes the network if a generator is on another host. On one host it takes memory of GPUs if they reach each
     other and two versions need at most a tenth of it, shared memory otherwise, and TorchStore if the host has too
     little memory. A transport that is asked for by name fails where `auto` would take another. Those between hosts
     come with the plug-in `ownloop-hosts`."""
-    num_replicas: int = 1
+    num_replicas: PositiveInt = 1
     """Copies of the model that share the requests; all pull the same weights."""
     evaluator: bool = False
     """Whether a further copy, on GPUs of its own, answers evaluations only. A loop sets it by its own `evaluation`."""
-    max_model_len: int = 2048
+    max_model_len: PositiveInt = 2048
     """The largest number of tokens of a prompt and its completion together. A prompt that is only scored, which is to
     say with `max_tokens=1`, may fill it."""
-    max_num_seqs: int = 32
+    max_num_seqs: PositiveInt = 32
     """Sequences that a replica samples at the same time; further ones wait."""
-    num_threads: int = 1
+    num_threads: PositiveInt = 1
     """Threads of each rank on the CPU."""
-    gpus: tuple[int | str, ...] | None = None
+    gpus: Gpus = None
     """The GPU of each rank, replica after replica, by its number, UUID or MIG name in `CUDA_VISIBLE_DEVICES`. Meshes
     may share GPUs that they both name. None takes the next free ones."""
     placement: Placement = "split"
@@ -147,7 +147,7 @@ class GeneratorConfig:
     on_failure: OnFailure = "retry"
     """What happens to requests in progress when a replica's process, or vLLM in it, dies or hangs: "retry" sends them
     again and "raise" makes them raise `MeshError`. Both restart the replica."""
-    request_timeout_s: float | None = None
+    request_timeout_s: Positive | None = None
     """The longest time from sending a request to its answer, after which the request raises `RequestTimeoutError`. None
     sets no limit. A replica that hangs is found without it, see `deadlines`."""
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -165,13 +165,7 @@ class GeneratorConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        check_types(self)
-        check_transport("GeneratorConfig.weight_transport", self.weight_transport)
-        counts = "tensor_parallel", "num_replicas", "max_model_len", "max_num_seqs", "num_threads"
-        check_at_least(1, **{f"GeneratorConfig.{name}": getattr(self, name) for name in counts})
         check_gpus("GeneratorConfig", self.gpus, self.tensor_parallel * self.num_copies)
-        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
-            raise ValueError(f"GeneratorConfig.request_timeout_s is {self.request_timeout_s}; it must be above 0")
         if self.engine_args:
             _check_engine_args(self.engine_args)
 

@@ -71,7 +71,7 @@ def bounded(sampling: SamplingParams, vocab_size: int, *, masks_all: bool) -> Sa
         return replace(sampling, temperature=1.0, top_k=1)
     if masks_all and not sampling.cuts:
         return replace(sampling, top_k=vocab_size)
-    return replace(sampling, top_k=min(sampling.top_k, vocab_size - 1))
+    return replace(sampling, top_k=min(sampling.most_kept, vocab_size - 1))
 
 
 def to_vllm(sampling: SamplingParams, num_samples: int, tokenizer: Any) -> vllm.SamplingParams:
@@ -97,7 +97,7 @@ def to_vllm(sampling: SamplingParams, num_samples: int, tokenizer: Any) -> vllm.
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
-        top_k=sampling.top_k,
+        top_k=sampling.most_kept,
         min_p=sampling.min_p,
         stop=strings,
         stop_token_ids=[*sampling.stop_token_ids, *(special[stop] for stop in sampling.stop if stop in special)],

@@ -4,15 +4,12 @@ import contextlib
 import difflib
 import importlib
 import json
-import numbers
 import re
 import sys
 import traceback
-import types
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, is_typeddict
+from typing import Any, cast
 
 from rl.system.plugins import why_absent, why_not_imported
 
@@ -21,69 +18,6 @@ MAX_SEED = 1 << 62
 MAX_FLOAT32 = 3.4028234663852886e38
 """The largest number of float32, in which trainers compute."""
 _MAX_NAMES = 5
-_NUMBERS = {float: numbers.Real, int: numbers.Integral}  # NumPy's are such numbers too
-_WANTED: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number", types.NoneType: "None"}
-
-
-def check_types(config: Any, name: str = "") -> None:
-    """Raises ValueError naming the first field of a dataclass, or item of one, whose value is not of its type.
-
-    Lists become tuples, and texts become paths.
-    """
-    for each in fields(config):
-        value, hint = getattr(config, each.name), cast("Any", each.type)
-        if isinstance(value, str) and Path in (hint, *get_args(hint)):
-            object.__setattr__(config, each.name, value := Path(value))
-        if not is_of(value, hint):
-            field, value, hint = _innermost(f"{name or type(config).__name__}.{each.name}", value, hint)
-            raise ValueError(f"{field} is {value!r:.200}; it must be {_wanted(hint)}")
-        if get_origin(hint) is tuple and isinstance(value, list):
-            object.__setattr__(config, each.name, tuple(cast("list[Any]", value)))
-
-
-def is_of(value: object, hint: Any) -> bool:
-    """Whether a value is of an annotated type, and so are its items. Types that are not known fit all."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return value in arguments
-    if origin is Annotated:
-        return is_of(value, arguments[0])
-    if origin in (Union, types.UnionType):
-        return any(is_of(value, each) for each in arguments)
-    if hint in _NUMBERS:  # a bool is an int in Python
-        return isinstance(value, _NUMBERS[hint]) and not isinstance(value, bool)
-    if hint is Any or getattr(hint, "_is_protocol", False) or is_typeddict(hint):
-        return True
-    kind = (tuple, list) if origin is tuple else origin or hint
-    fits = not isinstance(kind, type | tuple) or isinstance(value, kind)
-    return fits and all(is_of(item, its) for _, item, its in _items("", value, hint))
-
-
-def _items(field: str, value: Any, hint: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Each item of a tuple or a mapping of the annotated type, with its name and its type."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is tuple and isinstance(value, tuple | list):
-        hints = arguments[:1] * len(value) if arguments[-1:] == (...,) else arguments
-        yield from ((f"{field}[{i}]", *pair) for i, pair in enumerate(zip(value, hints, strict=False)))
-    elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
-        for key, item in cast("Mapping[Any, Any]", value).items():
-            yield from ((f"a name in {field}", key, arguments[0]), (f"{field}[{key!r}]", item, arguments[1]))
-
-
-def _innermost(field: str, value: Any, hint: Any) -> tuple[str, Any, Any]:
-    """The item whose type is wrong, if it is not the whole value's."""
-    wrong = next((item for item in _items(field, value, hint) if not is_of(*item[1:])), None)
-    return _innermost(*wrong) if wrong else (field, value, hint)
-
-
-def _wanted(hint: Any) -> str:
-    """What a value of a type is, in words."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return _wanted(arguments[0])
-    if origin in (Union, types.UnionType):
-        return " or ".join(map(_wanted, arguments))
-    return f"one of {arguments}" if origin is Literal else _WANTED.get(hint) or f"a {(origin or hint).__name__}"
 
 
 def check_at_least(minimum: float, **values: float) -> None:
@@ -105,14 +39,6 @@ def check_between(low: float, high: float, **values: float) -> None:
     for name, value in values.items():
         if not low <= value <= high:
             raise ValueError(f"{name} is {value}; it must be in [{low}, {high}]")
-
-
-def check_gpus(owner: str, gpus: Sequence[int | str] | None, num_ranks: int) -> None:
-    """Raises ValueError naming `owner`'s field `gpus` if it does not name a different GPU for each rank."""
-    if gpus is not None and not len(gpus) == len(set(gpus)) == num_ranks:
-        raise ValueError(
-            f"{owner}.gpus is {list(gpus)}; it must name {num_ranks} different GPUs, one per rank, or be None"
-        )
 
 
 def check_known(name: str, value: str, known: Iterable[str], kind: str = "") -> None:

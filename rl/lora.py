@@ -9,10 +9,11 @@ This module imports no torch, because configurations are checked before any proc
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
-from rl.checks import MAX_SEED, check_above_zero, check_at_least, check_between, check_types
+from pydantic import PositiveInt
+
+from rl.configuration import Positive, Seed, configuration
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 FURTHER_ATTENTION_MODULES = (
@@ -34,13 +35,13 @@ Policy = LivePolicy | tuple[LivePolicy, int]
 """What a generator samples from: a live policy, or one of its versions that was frozen."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class LoRAConfig:
     """An adapter to train over the frozen model. On the command line, any of its options switches it on."""
 
-    rank: int = 32
+    rank: PositiveInt = 32
     """Size of the inner dimension. Higher ranks can learn more, and cost time and memory in proportion."""
-    alpha: float = 32.0
+    alpha: Positive = 32.0
     """The adapter's output is multiplied by `alpha / rank`."""
     train_attn: bool = True
     """Whether the projections of attention (q, k, v, o, or what a family has in their place) are adapted."""
@@ -48,15 +49,8 @@ class LoRAConfig:
     """Whether the projections of the feed-forward network (gate, up, down) are adapted. Experts are not."""
     train_unembed: bool = True
     """Whether the output projection is adapted. Where it is tied to the input embedding, only the output changes."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the initial A."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
-        check_types(self)
-        check_between(-MAX_SEED, MAX_SEED, **{"LoRAConfig.seed": self.seed})
-        check_at_least(1, rank=self.rank)
-        check_above_zero(alpha=self.alpha)
 
     @property
     def scale(self) -> float:

@@ -6,80 +6,66 @@ The log-prob of a token is that among its kept tokens. Legend: N tokens, K kept 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
-from rl.checks import MAX_SEED, check_types
+from rl.configuration import Seed, Several, configuration
 
 Ids = NDArray[Any]
 """uint16, which is enough for most sets, or int32."""
 MAX_TOPK_LOGPROBS = 20
 """vLLM's own bound of `SamplingParams.topk_prompt_logprobs`, unless `engine_args` say otherwise."""
 DEFAULT_TOP_K = 512
-"""What `SamplingParams.top_k` becomes where something else cuts the distribution."""
+"""The most words that are kept where something else than `SamplingParams.top_k` cuts the distribution."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _check_temperature(value: float) -> float:
+    if value != 0 and not 0.01 <= value <= 2:
+        raise ValueError("Input should be 0, or from 0.01 to 2")
+    return value
+
+
+@configuration
 class SamplingParams:
     """How the generator samples. Log-probs always belong to the distribution that was sampled from."""
 
-    max_tokens: int
+    max_tokens: PositiveInt
     """The largest number of tokens to sample, at least 1."""
-    temperature: float = 1.0
+    temperature: Annotated[float, AfterValidator(_check_temperature)] = 1.0
     """0 samples greedily. Else from 0.01 to 2: vLLM refuses a higher one, and takes 0.01 for a lower one."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Samples from the most probable tokens whose probabilities add up to at least this value; 1 keeps all tokens."""
-    top_k: int = -1
-    """Samples from this many of the most probable tokens; -1 keeps the whole vocabulary. Where `top_p` or `min_p` cuts,
-    it becomes 512, which bounds what has to be recorded of every token."""
-    min_p: float = 0.0
+    top_k: Literal[-1] | PositiveInt = -1
+    """Samples from this many of the most probable tokens; -1 keeps the whole vocabulary. Where `top_p` or `min_p`
+    alone cuts, 512 are left at most, which bounds what has to be recorded of every token."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Samples from the tokens that are at least this times as probable as the most probable one; 0 keeps all."""
-    stop: tuple[str, ...] = ()
+    stop: Several[Annotated[str, Field(min_length=1)]] = ()
     """Strings that end a completion. Their tokens stay in the completion."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Several[NonNegativeInt] = ()
     """Tokens that end a completion, in addition to the model's own end token. They stay in the completion."""
     ignore_eos: bool = False
     """Whether the model's own end token does not end a completion."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Sample i of a call uses seed + i. With None, every call draws a new seed."""
     prompt_logprobs: bool = False
     """Also returns log-probs of the prompt's tokens. The prefix cache is then not used for the prompt."""
-    topk_prompt_logprobs: int = 0
-    """As `prompt_logprobs`, of so many most probable tokens at every position too, at most 20; -1 stands for all
-    tokens, which the option `max_logprobs` of vLLM has to allow. Not recorded."""
+    topk_prompt_logprobs: Annotated[int, Field(ge=-1, le=MAX_TOPK_LOGPROBS)] = 0
+    """As `prompt_logprobs`, of so many most probable tokens at every position too, at most 20; -1 stands for all tokens,
+    which the option `max_logprobs` of vLLM has to allow. Not recorded."""
 
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
-        check_types(self)
-        bounds = {
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "temperature": (self.temperature == 0 or 0.01 <= self.temperature <= 2, "0, or from 0.01 to 2"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "top_k": (self.top_k == -1 or self.top_k >= 1, "-1 (all) or at least 1"),
-            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
-            "topk_prompt_logprobs": (
-                -1 <= self.topk_prompt_logprobs <= MAX_TOPK_LOGPROBS,
-                f"from 0 to {MAX_TOPK_LOGPROBS}, or -1 for all tokens",
-            ),
-        }
-        for name, (fits, accepted) in bounds.items():
-            if not fits:
-                raise ValueError(f"SamplingParams.{name} is {getattr(self, name)}; it must be {accepted}")
-        if self.top_k == -1 and (self.top_p < 1 or self.min_p > 0):
-            object.__setattr__(self, "top_k", DEFAULT_TOP_K)
-        if not all(self.stop):
-            raise ValueError(f"SamplingParams.stop is {self.stop!r}; it must be a tuple of non-empty strings")
-        if self.seed is not None and abs(self.seed) > MAX_SEED:
-            raise ValueError(f"SamplingParams.seed is {self.seed}; it must be an integer from -2^62 to 2^62, or None")
-        if any(token < 0 for token in self.stop_token_ids):
-            raise ValueError(f"SamplingParams.stop_token_ids is {self.stop_token_ids}; token ids are at least 0")
+    @property
+    def most_kept(self) -> int:
+        """The most tokens that one is sampled from, -1 for the whole vocabulary: `top_k`, or 512."""
+        return DEFAULT_TOP_K if self.top_k == -1 and (self.top_p < 1 or self.min_p > 0) else self.top_k
 
     @property
     def cuts(self) -> bool:
         """Whether tokens are sampled from a part of the vocabulary."""
-        return self.top_k != -1
+        return self.most_kept != -1
 
     @property
     def scores_prompt(self) -> bool:

@@ -9,8 +9,11 @@ small model continues a pattern better than it follows an instruction.
 import functools
 import random
 from dataclasses import dataclass
+from typing import Annotated
 
-from rl.checks import check_at_least, check_types
+from pydantic import Field
+
+from rl.configuration import Several, configuration
 from rl.envs.procedural import TextProblem, eval_set, train_stream
 
 _NUM_WORDS = 64  # w0 to w63, the vocabulary of rl.tiny_models; importing it from there would import transformers
@@ -58,20 +61,12 @@ def even(completion: str) -> float:
     return sum(word in _EVEN for word in words) / max(len(words), 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class NumberWords:
     """Convert a number from words to digits. Reward 1 for exactly the right digits, 0 for anything else."""
 
-    num_digits: tuple[int, ...] = (3, 4)
+    num_digits: Annotated[Several[Annotated[int, Field(ge=1, le=6)]], Field(min_length=1)] = (3, 4)
     """Possible numbers of digits, each from 1 to 6; every entry is equally likely."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
-        check_types(self)
-        check_at_least(1, **{"the number of entries in NumberWords.num_digits": len(self.num_digits)})
-        for digits in self.num_digits:
-            if not 1 <= digits <= 6:
-                raise ValueError(f"NumberWords.num_digits holds {digits}; each must be between 1 and 6")
 
     @property
     def name(self) -> str:

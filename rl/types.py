@@ -13,12 +13,16 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, PositiveInt
 
-from rl.checks import MAX_FLOAT32, check_types
+from rl.checks import MAX_FLOAT32
+from rl.configuration import NotNegative, configuration
 from rl.images import PlacedImage
 from rl.sampling import Ids, KeptSets, Routes, SamplingParams
 
 FinishReason = Literal["stop", "length"]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""Of a running mean."""
 Head = Literal["lm", "value"]
 """The output of a trainer's model: log-probs of the target tokens, or one value per position, as a critic needs."""
 HeadDtype = Literal["float32"]
@@ -300,43 +304,27 @@ class Datum:
         return replace(self, loss_inputs={**self.loss_inputs, "weights": weights})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class AdamParams:
     """All hyper-parameters of one AdamW step. The trainer keeps none of them from step to step."""
 
-    learning_rate: float
-    beta1: float = 0.9
+    learning_rate: NotNegative
+    beta1: Decay = 0.9
     """Decay of the running mean of the gradient."""
-    beta2: float = 0.95
+    beta2: Decay = 0.95
     """Decay of the running mean of the squared gradient."""
-    eps: float = 1e-8
-    """Added to the square root of that mean."""
-    weight_decay: float = 0.0
+    eps: Annotated[float, Field(ge=REPORTED_WEIGHT, le=MAX_FLOAT32)] = 1e-8
+    """Added to the square root of that mean. A smaller one would be rounded to 0, by which 0 is then divided."""
+    weight_decay: NotNegative = 0.0
     """Decoupled weight decay (https://arxiv.org/abs/1711.05101)."""
-    grad_clip_norm: float = 0.0
+    grad_clip_norm: NotNegative = 0.0
     """A gradient with a larger global norm is scaled down to this norm; 0 switches clipping off."""
-    learning_rate_multipliers: Mapping[str, float] = field(default_factory=dict[str, float])
+    learning_rate_multipliers: Mapping[str, NotNegative] = field(default_factory=dict[str, float])
     """Pattern of Hugging Face parameter names (fnmatch) -> factor of the learning rate. The first match counts. A
     pattern that matches no parameter is refused."""
 
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
-        check_types(self)
-        kind = type(self).__name__
-        of_patterns = {f"learning_rate_multipliers[{p!r}]": x for p, x in self.learning_rate_multipliers.items()}
-        sizes = {name: getattr(self, name) for name in ("learning_rate", "weight_decay", "grad_clip_norm")}
-        for name, value in {**sizes, **of_patterns}.items():
-            if not 0 <= value <= MAX_FLOAT32:
-                raise ValueError(f"{kind}.{name} is {value}; it must be finite and at least 0, in float32")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ValueError(f"{kind}.{name} is {value}; it must be in [0, 1)")
-        if not REPORTED_WEIGHT <= self.eps <= MAX_FLOAT32:  # a smaller one is rounded to 0, by which 0 is then divided
-            raise ValueError(f"{kind}.eps is {self.eps}; it must be finite and above 0, in float32")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class MuonParams(AdamParams):
     """All hyper-parameters of one Muon step: matrices of hidden layers are updated by orthogonal matrices.
 
@@ -346,17 +334,11 @@ class MuonParams(AdamParams):
     https://arxiv.org/abs/2502.16982. Muon: https://kellerjordan.github.io/posts/muon.
     """
 
-    beta1: float = 0.95
+    beta1: Decay = 0.95
     nesterov: bool = True
     """Whether a step uses the gradient once more, in addition to the mean."""
-    num_iterations: int = 5
+    num_iterations: PositiveInt = 5
     """Newton-Schulz iterations, each of which brings the singular values nearer to 1."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError as `AdamParams` does."""
-        AdamParams.__post_init__(self)  # super() does not know a class with slots
-        if self.num_iterations < 1:
-            raise ValueError(f"MuonParams.num_iterations is {self.num_iterations}; it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,13 @@ Learning rate, clip norm and the like come with each step instead. Loads no torc
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from rl.checks import MAX_SEED, check_at_least, check_between, check_gpus, check_types
+from pydantic import AfterValidator, PositiveInt
+
+from rl.configuration import AnyPath, Gpus, Seed, check_gpus, configuration, one_of
 from rl.lora import LoRAConfig
 from rl.system.deadlines import Deadlines
 from rl.system.hardware import cpu_malloc_env, cpu_thread_env, sees_gpu
@@ -24,7 +26,7 @@ PipelineSchedule = Literal["1F1B", "Interleaved1F1B"]
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # what a user has set stays
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class LayoutConfig:
     """The degrees of parallelism.
 
@@ -33,23 +35,23 @@ class LayoutConfig:
     consecutive groups of these to one context-parallel group, and so on.
     """
 
-    data_parallel_shard: int = 1
+    data_parallel_shard: PositiveInt = 1
     """Ranks over which parameters, gradients and optimizer state are sharded (FSDP, ZeRO-3). With the engine `megatron`
     each rank computes with a whole model, and master weights and optimizer state are sharded (ZeRO-1)."""
-    data_parallel_replicate: int = 1
+    data_parallel_replicate: PositiveInt = 1
     """Replicas of the sharded group (HSDP), or of everything if nothing is sharded."""
-    tensor_parallel: int = 1
+    tensor_parallel: PositiveInt = 1
     """Ranks that share every matrix product; must divide the attention heads and the key-value heads."""
     sequence_parallel: bool = True
     """Whether a tensor-parallel group also splits the tokens between matrix products, which saves memory."""
-    context_parallel: int = 1
+    context_parallel: PositiveInt = 1
     """Ranks that split the tokens of every row, for long sequences. Parameters are sharded over them too."""
-    pipeline_parallel: int = 1
+    pipeline_parallel: PositiveInt = 1
     """Ranks that each hold some of the layers and pass micro-batches on to the next. Embeddings must not be tied."""
     pipeline_schedule: PipelineSchedule = "1F1B"
     """The order in which a pipeline's ranks compute. With `1F1B` each rank holds one stage of layers; with
     `Interleaved1F1B` (arXiv 2104.04473) it holds two, which idle less and communicate more."""
-    expert_parallel: int = 1
+    expert_parallel: PositiveInt = 1
     """Ranks over which the experts of a mixture-of-experts model are distributed, each expert whole. The degree adds no
     ranks; it must divide the number of experts and `data_parallel_shard * context_parallel * tensor_parallel`, with the
     engine `megatron` also times `data_parallel_replicate`."""
@@ -86,14 +88,21 @@ class LayoutConfig:
         return self.pipeline_parallel * (2 if self.pipeline_schedule == "Interleaved1F1B" else 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _check_steps(text: str) -> str:
+    steps = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", text)
+    if text and (steps is None or int(steps[1]) > int(steps[2])):
+        raise ValueError("Input should be FIRST:LAST, as 3:5")
+    return text
+
+
+@configuration
 class TrainerConfig(LayoutConfig):
     """A trainer with one process per rank. Its ranks are arranged as `LayoutConfig` says."""
 
-    model: Path = Path()
+    model: AnyPath = Path()
     """Directory of a Hugging Face causal language model: config.json, *.safetensors, tokenizer files. Recipes leave it
     out: a loop sets it to its own model."""
-    engine: str = "torchtitan"
+    engine: Annotated[str, one_of(all_engines, "engines")] = "torchtitan"
     """The backend that computes, by its name in `trainer.engine_table`."""
     head: Head = "lm"
     """What the model ends in. `lm` is the language model's own output projection. `value` gives one value per position,
@@ -117,7 +126,7 @@ class TrainerConfig(LayoutConfig):
     train_vision: bool = False
     """Whether the parameters that read images are trained, too, or with `lora` adapted. Otherwise they stay as they
     are."""
-    max_tokens_per_microbatch: int = 4096
+    max_tokens_per_microbatch: PositiveInt = 4096
     """Most tokens of one packed forward and backward pass, which a context-parallel group splits. Bounds activation
     memory. A longer datum runs alone."""
     activation_checkpointing: ActivationCheckpointing = "none"
@@ -128,40 +137,31 @@ class TrainerConfig(LayoutConfig):
     float8: Float8Recipe = "none"
     """Recipe of torchao, applied by torchtitan's converter, for the layers' matrix products in float8. Scoring, routers
     and experts stay in `compute_dtype`. Needs a GPU with float8 instructions."""
-    num_threads: int = 1
+    num_threads: PositiveInt = 1
     """Threads of each rank on the CPU."""
-    gpus: tuple[int | str, ...] | None = None
+    gpus: Gpus = None
     """The GPU of each rank, by its number, UUID or MIG name in `CUDA_VISIBLE_DEVICES`. Meshes may share GPUs that they
     both name. None takes the next free ones."""
     placement: Placement = "split"
     """Whether it shares its GPUs with other meshes and takes turns with them. A loop sets it to its own `placement`."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of each rank's random state."""
     engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further options for an engine that takes them: with `megatron`, fields of Megatron-core's `TransformerConfig` by
     their own names, and `model_provider`; with `megatron_fsdp`, options of `fully_shard`."""
-    profile_steps: str = ""
+    profile_steps: Annotated[str, AfterValidator(_check_steps)] = ""
     """Optimizer steps that torch's profiler records, as "3:5": from 3 to 5. `docs/slow_step.md` says where."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     """How long calls may take before the ranks count as hung."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        check_types(self)
-        find_engine(self.engine)
         if self.float8 != "none" and self.compute_dtype != "bfloat16":
             raise ValueError(
                 f"TrainerConfig.float8 is {self.float8!r} and compute_dtype is {self.compute_dtype!r}; float8 matrix "
                 "products end in bfloat16, so compute_dtype must be 'bfloat16'"
             )
-        degrees = (each.name for each in fields(LayoutConfig) if type(each.default) is int)
-        counts = (*degrees, "max_tokens_per_microbatch", "num_threads")
-        check_at_least(1, **{f"TrainerConfig.{name}": getattr(self, name) for name in counts})
-        check_between(-MAX_SEED, MAX_SEED, **{"TrainerConfig.seed": self.seed})
         check_gpus("TrainerConfig", self.gpus, self.num_ranks)
-        steps = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.profile_steps)
-        if self.profile_steps and (steps is None or int(steps[1]) > int(steps[2])):
-            raise ValueError(f"TrainerConfig.profile_steps is {self.profile_steps!r}; it must be FIRST:LAST, as 3:5")
 
     @property
     def is_frozen(self) -> bool:

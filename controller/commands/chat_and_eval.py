@@ -182,7 +182,7 @@ class Eval(OfCheckpoint, TakesFields):
             source = RolloutSource(replace(config, model=model), console.phase, began_at(run) if run else None)
             console.phase("starting the generator")
             async with Launcher(scratch / "logs", hosts) as launcher:
-                return await source.evaluate(await started(launcher, source.model, config.generator, adapted))
+                return await source.evaluate(await started(launcher, source.model, config.generator_config, adapted))
 
 
 def _table(evaluation: "Evaluation") -> str:
@@ -229,7 +229,7 @@ async def started(
     run, checkpoint = adapted
     vision = run.trainer.train_vision
     config = replace(config, lora=LoRALimits(max_rank=run.lora.rank, max_adapters=1, vision=vision))
-    of_trainer = replace(run.trainer, placement=config.placement)
+    of_trainer = replace(run.policy_config, placement=config.placement)
     trainer, generator = await asyncio.gather(
         launcher.trainer(model, of_trainer, generator=config), launcher.generator(model, config)
     )

@@ -12,11 +12,11 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from controller.handles.trainer_mesh import TrainerMesh
-from rl.checks import is_of
 from rl.data.batching import BatchPlan, checked_data, merge_metrics
 from rl.lora import LoRAConfig, check_adapter_name
 from rl.losses import get_loss
@@ -78,7 +78,7 @@ class TrainerHandle:
         not finite, a pattern of `learning_rate_multipliers` matches no parameter, or the engine has no such step.
         """
         self.config.check_optimizer(params)
-        if not is_of(grad_scale, float):
+        if not isinstance(grad_scale, Real) or isinstance(grad_scale, bool):  # NumPy's are such numbers too
             raise ValueError(f"grad_scale is {grad_scale!r}; it must be a number")
         outputs = await self._call("optim_step", params, float(grad_scale))
         metrics = merge_metrics([output.metrics for output in outputs])

@@ -4,13 +4,13 @@ Copy this page to write your own loop. Gradients add up over batches of unknown 
 of tokens there turned out to be. The learning rate falls after a step that moved the policy further than `kl_target`.
 """
 
-from dataclasses import dataclass
+from pydantic import PositiveInt
 
 from controller.launching.launcher import launch
 from controller.runs import Console, GroupLoopConfig, Loop, RolloutSource, Run, RunFolder
 from rl.advantages import kl_from_generator
 from rl.algorithms.metrics import merge_outputs
-from rl.checks import check_above_zero
+from rl.configuration import Positive, configuration
 from rl.rollouts.episodes import groups_to_data
 from rl.schedules import adapted_to_kl, constant, warmup
 from rl.types import Datum, ForwardBackwardOutput, Group
@@ -18,21 +18,16 @@ from rl.types import Datum, ForwardBackwardOutput, Group
 MAX_BATCHES_PER_STEP = 16  # a step ends after this many rollout batches, however few tokens have an advantage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class AccumulateConfig(GroupLoopConfig):
     """A recipe of this loop. A rollout batch has `prompts_per_step` prompts; `learning_rate` is the highest."""
 
-    tokens_per_step: int
+    tokens_per_step: PositiveInt
     """A step adds rollout batches until at least this many tokens have an advantage."""
-    kl_target: float
+    kl_target: Positive
     """KL(generator || policy) per token that a step should bring about, measured on its last batch."""
     evaluations = ("between", "apart")
     samples_again = True
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
-        GroupLoopConfig.__post_init__(self)
-        check_above_zero(tokens_per_step=self.tokens_per_step, kl_target=self.kl_target)
 
     def loop(self) -> Loop:
         return train
@@ -44,10 +39,8 @@ async def train(config: AccumulateConfig, folder: RunFolder, console: Console) -
     source, advantage = RolloutSource(config, run.phase, run.began, run.data), config.advantage_function
     highest = warmup(constant(config.learning_rate), config.warmup_steps)
     run.phase("starting trainer and generator")
-    async with (
-        launch(source.model, config.trainer, config.generator, run.log_dir, config.hosts) as (trainer, generator),
-        run.steps(source.evaluate, generator, policy=trainer) as steps,
-    ):
+    meshes = launch(source.model, config.policy_config, config.generator_config, run.log_dir, config.hosts)
+    async with meshes as (trainer, generator), run.steps(source.evaluate, generator, policy=trainer) as steps:
         # A fork may have a lower `learning_rate` than the run that saved this one.
         learning_rate: float = min(run.restored.get("learning_rate", highest(0)), highest(run.last_step))
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())

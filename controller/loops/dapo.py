@@ -6,33 +6,31 @@ averages the loss over tokens; and the recipe's loss is `ppo` with a higher uppe
 so the clip only acts on the mismatch between trainer and generator.
 """
 
-from dataclasses import dataclass
+from pydantic import NonNegativeInt, PositiveInt
 
 from controller.launching.launcher import launch
 from controller.runs import Console, GroupLoopConfig, Loop, RolloutSource, Run, RunFolder
 from rl.algorithms.shaping import not_truncated, sample_with_signal, shape_rewards, soft_overlong_punishment
-from rl.checks import check_at_least
+from rl.configuration import configuration
 from rl.rollouts.episodes import groups_to_data
 from rl.schedules import constant, warmup
 from rl.types import Group
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class DAPOConfig(GroupLoopConfig):
     """A recipe of this loop."""
 
     samples_again = True
-    max_rounds: int = 4
+    max_rounds: PositiveInt = 4
     """Times that a step samples prompts to replace groups without a signal. Then it uses the groups that it has."""
-    overlong_cache: int = 0
+    overlong_cache: NonNegativeInt = 0
     """Tokens before `sampling.max_tokens` over which a punishment grows to -1. With 0, completions that were cut off
     are not learned from."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         GroupLoopConfig.__post_init__(self)
-        check_at_least(1, max_rounds=self.max_rounds)
-        check_at_least(0, overlong_cache=self.overlong_cache)
         soft_overlong_punishment(self.sampling.max_tokens, self.overlong_cache or 1)
 
     def loop(self) -> Loop:
@@ -53,10 +51,8 @@ async def train(config: DAPOConfig, folder: RunFolder, console: Console) -> None
         return [shape_rewards(group, punishment) for group in groups] if config.overlong_cache else [*groups]
 
     run.phase("starting trainer and generator")
-    async with (
-        launch(source.model, config.trainer, config.generator, run.log_dir, config.hosts) as (trainer, generator),
-        run.steps(source.evaluate, generator, policy=trainer) as steps,
-    ):
+    meshes = launch(source.model, config.policy_config, config.generator_config, run.log_dir, config.hosts)
+    async with meshes as (trainer, generator), run.steps(source.evaluate, generator, policy=trainer) as steps:
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         async for step in steps:
             async with run.clock("generate"):

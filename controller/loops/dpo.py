@@ -5,12 +5,13 @@ policy before training: it scores all pairs before the first update. `rl/algorit
 """
 
 import functools
-from dataclasses import dataclass
+
+from pydantic import PositiveInt
 
 from controller.launching.launcher import Launcher
 from controller.runs import Console, Loop, LoopConfig, Run, RunFolder, check_texts_fit, resolve_model
 from rl.algorithms import preferences as pairs
-from rl.checks import check_at_least
+from rl.configuration import AsItIs, configuration
 from rl.data.sources import Preferences
 from rl.rollouts.evaluation import Evaluation
 from rl.rollouts.rendering import Renderer
@@ -18,13 +19,13 @@ from rl.schedules import linear, warmup
 from rl.types import Datum
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class DPOConfig(LoopConfig):
     """A recipe of this loop. The learning rate falls in a straight line, which reaches 0 after the last step."""
 
-    data: Preferences
+    data: AsItIs[Preferences]
     """A source of pairs, training and held-out: `rl.data.sources` has a JSONL file and an environment."""
-    pairs_per_step: int
+    pairs_per_step: PositiveInt
     """Preference pairs that a step learns from; each counts the same."""
     loss: str = "dpo"
     """A row of `rl.algorithms.preferences.PAIR_LOSSES`."""
@@ -32,13 +33,12 @@ class DPOConfig(LoopConfig):
     """How strongly the policy is held to the reference; the scale of the reward in `simpo`, and lambda in `orpo`."""
     margin: float = 0.0
     """By how much a chosen answer's implicit reward shall exceed the rejected one's, in `dpo` and `simpo`."""
-    max_tokens: int = 2048
+    max_tokens: PositiveInt = 2048
     """A pair is left out, and counted, if either answer makes it longer than this."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         LoopConfig.__post_init__(self)
-        check_at_least(1, pairs_per_step=self.pairs_per_step)
         pairs.PairLoss(name=self.loss, beta=self.beta, margin=self.margin, head=self.trainer.head)
 
     def loop(self) -> Loop:
@@ -63,7 +63,7 @@ async def train(config: DPOConfig, folder: RunFolder, console: Console) -> None:
 
     run.phase("starting trainer")
     async with Launcher(run.log_dir, config.hosts) as launcher:
-        trainer = await launcher.trainer(model, config.trainer)
+        trainer = await launcher.trainer(model, config.policy_config)
         numbers, file = run.counted("scoring every pair", range(config.num_steps + 1)), folder.path / "reference.json"
         batches = (training_data(step) if step else eval_data for step in numbers)
         eval_reference, *reference = await pairs.reference_logprobs(trainer, batches, file, loss)

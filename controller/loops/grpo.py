@@ -4,15 +4,14 @@ Copy this page to write your own loop. Unlike the paper it has no KL term, since
 policy that sampled it, and the loss is averaged over the tokens of the step (DAPO, https://arxiv.org/abs/2503.14476).
 """
 
-from dataclasses import dataclass
-
 from controller.launching.launcher import launch
 from controller.runs import Console, GroupLoopConfig, Loop, RolloutSource, Run, RunFolder
+from rl.configuration import configuration
 from rl.rollouts.episodes import groups_to_data
 from rl.schedules import constant, warmup
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class GRPOConfig(GroupLoopConfig):
     """A recipe of this loop."""
 
@@ -27,10 +26,8 @@ async def train(config: GRPOConfig, folder: RunFolder, console: Console) -> None
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
 
     run.phase("starting trainer and generator")
-    async with (
-        launch(source.model, config.trainer, config.generator, run.log_dir, config.hosts) as (trainer, generator),
-        run.steps(source.evaluate, generator, policy=trainer) as steps,
-    ):
+    meshes = launch(source.model, config.policy_config, config.generator_config, run.log_dir, config.hosts)
+    async with meshes as (trainer, generator), run.steps(source.evaluate, generator, policy=trainer) as steps:
         await generator.pull_model_state_dict(await trainer.push_model_state_dict())
         async for step in steps:
             async with run.clock("generate"):

@@ -8,33 +8,30 @@ https://arxiv.org/abs/2505.24034). The bound on the staleness follows AReaL (htt
 Everything else is as in `grpo`, and with `max_staleness` 0 every number is the same.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from pydantic import NonNegativeInt
 
 from controller.launching.launcher import launch
 from controller.loops.grpo import GRPOConfig
 from controller.runs import Console, Loop, LossConfig, RolloutSource, Run, RunFolder
 from rl.algorithms.metrics import policy_staleness
-from rl.checks import check_at_least
+from rl.configuration import configuration
 from rl.rollouts.episodes import groups_to_data
 from rl.rollouts.queue import RolloutQueue
 from rl.schedules import constant, warmup
 from rl.types import Group
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class GRPOAsyncConfig(GRPOConfig):
     """A recipe of this loop: the fields of `grpo`, and how far rollouts may run ahead."""
 
-    max_staleness: int
+    max_staleness: NonNegativeInt
     """Most optimizer steps between the policy that sampled a token and the policy that trains on it."""
     loss_config: LossConfig = field(default_factory=lambda: {"importance_cap": 2.0})
     """As in `grpo`. By default importance weights correct for the staleness, up to a factor of 2."""
     evaluations = ("between", "apart")
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
-        GRPOConfig.__post_init__(self)
-        check_at_least(0, max_staleness=self.max_staleness)
 
     def loop(self) -> Loop:
         return train
@@ -50,10 +47,8 @@ async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) ->
         return await source.sample_group(generator, number, config.group_size)
 
     run.phase("starting trainer and generator")
-    async with (
-        launch(source.model, config.trainer, config.generator, run.log_dir, config.hosts) as (trainer, generator),
-        run.steps(source.evaluate, generator, policy=trainer) as steps,
-    ):
+    meshes = launch(source.model, config.policy_config, config.generator_config, run.log_dir, config.hosts)
+    async with meshes as (trainer, generator), run.steps(source.evaluate, generator, policy=trainer) as steps:
         version = await trainer.push_model_state_dict()
         await generator.pull_model_state_dict(version)
         restored, per_step = source.restored(run.restored), config.prompts_per_step

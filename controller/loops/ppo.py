@@ -4,11 +4,12 @@ Copy this page to write your own loop. `warmup_steps` are the policy's: time for
 """
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from controller.launching.launcher import Launcher
 from controller.runs import Console, Loop, LossConfig, RolloutLoopConfig, RolloutSource, Run, RunFolder
 from rl.algorithms.actor_critic import PPOParams, merge_minibatches, minibatches, ppo_advantages, scored
+from rl.configuration import NotNegative, configuration
 from rl.losses import get_loss, token_mean
 from rl.rollouts.episodes import rollout_to_datum, with_tokens
 from rl.schedules import constant, warmup
@@ -16,12 +17,12 @@ from rl.types import ForwardBackwardOutput, OptimStepOutput
 from trainer.config import TrainerConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class PPOConfig(RolloutLoopConfig):
     """A recipe of this loop. The critic needs `head="value"`; the reference is laid out like `trainer`."""
 
     critic: TrainerConfig
-    critic_learning_rate: float
+    critic_learning_rate: NotNegative
     ppo: PPOParams
     loss_config: LossConfig = field(default_factory=dict[str, float | str])
     critic_loss_config: LossConfig = field(default_factory=dict[str, float | str])
@@ -32,7 +33,6 @@ class PPOConfig(RolloutLoopConfig):
         RolloutLoopConfig.__post_init__(self)
         if self.critic.head != "value":
             raise ValueError(f"critic.head is {self.critic.head!r}; a critic needs 'value'")
-        self.optim(self.critic_learning_rate)
         get_loss("ppo", self.loss_config)
         get_loss("value", self.critic_loss_config)
 
@@ -48,10 +48,10 @@ async def train(config: PPOConfig, folder: RunFolder, console: Console) -> None:
     run.phase("starting trainer, critic, reference and generator")
     async with Launcher(run.log_dir, config.hosts) as launcher:
         trainer, critic, reference, generator = await asyncio.gather(
-            launcher.trainer(source.model, config.trainer, generator=config.generator),
-            launcher.trainer(source.model, config.critic, name="critic"),
-            launcher.reference(source.model, config.trainer),
-            launcher.generator(source.model, config.generator),
+            launcher.trainer(source.model, config.policy_config, generator=config.generator_config),
+            launcher.trainer(source.model, config.placed(config.critic), name="critic"),
+            launcher.reference(source.model, config.policy_config),
+            launcher.generator(source.model, config.generator_config),
         )
         async with run.steps(source.evaluate, generator, policy=trainer, critic=critic) as steps:
             await generator.pull_model_state_dict(await trainer.push_model_state_dict())

@@ -5,11 +5,13 @@ in examples of all lengths.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from pydantic import PositiveInt
 
 from controller.launching.launcher import Launcher
 from controller.runs import Console, Loop, LoopConfig, Run, RunFolder, check_texts_fit, resolve_model
-from rl.checks import check_at_least
+from rl.configuration import AsItIs, NotNegative, configuration
 from rl.data.sources import Examples, TrainOn, eval_loss, examples_to_data
 from rl.losses import token_mean
 from rl.rollouts.evaluation import Evaluation
@@ -17,29 +19,22 @@ from rl.rollouts.rendering import Renderer
 from rl.schedules import cosine, warmup
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class SFTConfig(LoopConfig):
     """A recipe of this loop."""
 
-    data: Examples
+    data: AsItIs[Examples]
     """A source of examples, training and held-out: `rl.data.sources` has a JSONL file and an environment."""
-    examples_per_step: int
+    examples_per_step: PositiveInt
     """Examples that a step learns from; every scored token counts the same."""
-    final_learning_rate: float = 0.0
+    final_learning_rate: NotNegative = 0.0
     """Where the cosine that starts at `learning_rate` ends, after the last step."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """AdamW's, decoupled from the gradient."""
     train_on: TrainOn = "completion"
     """Which tokens are learned: the completion and its end, or the prompt's as well."""
-    max_tokens: int = 2048
+    max_tokens: PositiveInt = 2048
     """Longer examples are left out, and counted."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
-        LoopConfig.__post_init__(self)
-        check_at_least(1, examples_per_step=self.examples_per_step)
-        cosine(self.learning_rate, self.final_learning_rate, self.num_steps)
-        replace(self.optim(0.0), weight_decay=self.weight_decay)
 
     def loop(self) -> Loop:
         return train
@@ -62,7 +57,7 @@ async def train(config: SFTConfig, folder: RunFolder, console: Console) -> None:
 
     run.phase("starting trainer")
     async with Launcher(run.log_dir, config.hosts) as launcher:
-        trainer = await launcher.trainer(model, config.trainer)
+        trainer = await launcher.trainer(model, config.policy_config)
         async with run.steps(evaluate, policy=trainer) as steps:
             async for step in steps:
                 async with run.clock("pack"):

@@ -381,6 +381,8 @@ async def export_checkpoint(
     hosts = getattr(config, "hosts", None)
     async with kept(hosts, tell), Launcher(log_dir, hosts) as launcher:
         # With its generator's configuration the trainer exports in that dtype, as at the run's end.
-        trainer = await launcher.trainer(model, config.trainer, generator=getattr(config, "generator", None))
+        trainer = await launcher.trainer(
+            model, config.policy_config, generator=getattr(config, "generator_config", None)
+        )
         await trainer.load_checkpoint(checkpoint / POLICY)
         await (trainer.export_peft if alone else trainer.export_hf)(directory)

@@ -1,8 +1,10 @@
 """The configuration fields that loops share. Each loop adds its own."""
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias, cast, get_args
+from dataclasses import field, replace
+from typing import Annotated, Any, Literal, TypeAlias, cast, get_args
+
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from controller.launching.hosts import Hosts
 from controller.runs.console import Console
@@ -11,12 +13,12 @@ from controller.runs.observers import check_observers
 from generator.config import GeneratorConfig, LoRALimits
 from rl.advantages import Rewards, get_advantage
 from rl.algorithms.metrics import num_completion_tokens
-from rl.checks import check_above_zero, check_at_least, check_between, check_known, check_types
+from rl.checks import check_known
+from rl.configuration import NotNegative, Positive, Several, configuration
 from rl.lora import LoRAConfig
 from rl.losses import constant_length, get_loss, sequences_alike, token_mean
-from rl.protocols import Env
 from rl.rollouts.episodes import check_sampled_distribution
-from rl.rollouts.guard import require_env
+from rl.rollouts.guard import Environment
 from rl.types import MAX_RUN_SEED, AdamParams, Datum, Group, MuonParams, PathOrName, Placement, SamplingParams
 from trainer.config import TrainerConfig
 
@@ -26,11 +28,13 @@ Evaluated = Literal["between", "beside", "apart"]
 ABSENT = "(absent)"
 """Stands for the value of a field that one configuration lacks."""
 _OPTIMIZERS = {"adamw": AdamParams, "muon": MuonParams}
+NumEval = Annotated[int, Field(ge=1, le=100_000)]
+"""Problems of an evaluation. All are made and kept before the first step."""
 LossConfig: TypeAlias = Mapping[str, float | str]
 """A loss's options by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class LoopConfig:
     """Fields that every loop has."""
 
@@ -39,61 +43,47 @@ class LoopConfig:
     trainer: TrainerConfig
     """How the model is laid out over processes, and how it computes."""
     lora: LoRAConfig | None = None
-    """If given, the loop trains an adapter over the frozen model. Becomes `trainer.lora`, and `generator.lora` has room
-    for its rank. None trains the model itself. Where the command line switches it on, `trainer.compile` is off by
-    default."""
-    num_steps: int
+    """If given, the loop trains an adapter over the frozen model, and `trainer.compile` is off by default where the
+    command line switches it on. None trains the model itself."""
+    num_steps: PositiveInt
     """Optimizer steps of the run. A resumed run counts from its beginning."""
-    learning_rate: float
+    learning_rate: NotNegative
     """The peak of the loop's schedule."""
-    lora_learning_rate: float | None = None
+    lora_learning_rate: NotNegative | None = None
     """What `learning_rate` is by default where the command line switches `lora` on: an adapter learns best at about ten
     times the rate of the whole model (https://thinkingmachines.ai/blog/lora/). None: `learning_rate`."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """The kind of step. "muon" is for matrices of hidden layers, with AdamW for all other parameters."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """First steps, over which the learning rate rises to the peak in a straight line."""
-    grad_clip_norm: float = 1.0
+    grad_clip_norm: NotNegative = 1.0
     """Largest norm of a step's normalised gradient; a larger gradient is scaled down to it. 0 switches this off."""
-    num_eval: int = 200
+    num_eval: NumEval = 200
     """Held-out problems (examples, pairs) of an evaluation: always the same, and never in the training data."""
-    evaluate_every: int = 10
+    evaluate_every: PositiveInt = 10
     """Steps between evaluations. The first evaluation is before the first step, the last one after the last step."""
-    checkpoint_every: int = 20
+    checkpoint_every: NonNegativeInt = 20
     """Steps between checkpoints, with one after the last step; 0 for none: the run then cannot be resumed.
     `benchmarks/checkpoint_cost.py` says what one costs. The trained model is always exported."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: PositiveInt = 2
     """Newest checkpoints that stay on disk. Each holds the parameters and the optimizer state in float32."""
-    max_restarts: int = 3
+    max_restarts: NonNegativeInt = 3
     """How often within `restart_window_minutes` the processes start again and the run continues after its newest
     checkpoint, when a trainer or the weight store dies or hangs; one more failure ends the run. 0: the first one does.
     A generator that dies is replaced in either case."""
-    restart_window_minutes: float = 60.0
+    restart_window_minutes: Positive = 60.0
     """The time in which `max_restarts` are counted."""
-    log: tuple[str, ...] = ()
+    log: Several[str] = ()
     """Where metrics and samples go in addition to the run's folder: "tensorboard", "wandb", "trackio". See
     `plugins/report/README.md`."""
     hosts: Hosts | None = None
     """Other hosts to run on, by role: `--hosts trainer=n1:26600,n2:26600 generator=n3:26600`, or `--hosts ssh ...`,
     `slurm ...`, `kubernetes ...`. None: this host. See `plugins/hosts/README.md`."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, le=MAX_RUN_SEED)] = 0
     """Seed of the training data's order and of sampling, from 0 to 2,097,151."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        check_types(self)
-        check_at_least(
-            1,
-            num_steps=self.num_steps,
-            evaluate_every=self.evaluate_every,
-            keep_checkpoints=self.keep_checkpoints,
-        )
-        check_at_least(
-            0, checkpoint_every=self.checkpoint_every, warmup_steps=self.warmup_steps, max_restarts=self.max_restarts
-        )
-        check_between(1, 100_000, num_eval=self.num_eval)  # all are made and kept before the first step
-        check_above_zero(restart_window_minutes=self.restart_window_minutes)
-        check_between(0, MAX_RUN_SEED, seed=self.seed)  # the seeds of rollouts follow from it
         check_observers(self.log)
         self.trainer.check_optimizer(self.optim(self.learning_rate))
         if self.lora is None and self.trainer.lora is not None:
@@ -102,11 +92,11 @@ class LoopConfig:
             raise ValueError("trainer.frozen is True; a loop trains this trainer, so it must be False")
         if int((profiled := self.trainer.profile_steps).partition(":")[0] or 0) > self.num_steps:
             raise ValueError(f"trainer.profile_steps is {profiled!r}; the run has {self.num_steps} steps (num_steps)")
-        self._set("trainer", replace(self.trainer, lora=self.lora))
 
-    def _set(self, name: str, value: object) -> None:
-        """Sets a field of this frozen instance while it is made."""
-        object.__setattr__(self, name, value)
+    @property
+    def policy_config(self) -> TrainerConfig:
+        """The policy's trainer as the loop starts it: `trainer`, of an adapter if there is `lora`."""
+        return replace(self.trainer, lora=self.lora)
 
     def loop(self) -> Loop:
         """The loop that trains with this configuration. Each loop's configuration overrides it.
@@ -120,31 +110,24 @@ class LoopConfig:
         return _OPTIMIZERS[self.optimizer](learning_rate=learning_rate, grad_clip_norm=self.grad_clip_norm)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class HeldOut:
     """A further held-out set of a run. It has no part in training."""
 
-    env: Env
-    num_eval: int = 200
+    env: Environment
+    num_eval: NumEval = 200
     """Problems of an evaluation."""
-    samples: int = 1
+    samples: PositiveInt = 1
     """Answers to each problem, as `eval_samples`."""
     sampling: SamplingParams | None = None
     """How answers are sampled, or the training's `sampling`. A single answer is greedy."""
 
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
-        check_types(self)
-        require_env(self.env)
-        check_between(1, 100_000, **{"HeldOut.num_eval": self.num_eval})
-        check_at_least(1, **{"HeldOut.samples": self.samples})
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class RolloutLoopConfig(LoopConfig):
     """Fields of a loop that learns from rollouts."""
 
-    env: Env
+    env: Environment
     """The source of problems and rewards."""
     generator: GeneratorConfig
     """How the generator's model is laid out over processes, and in which dtype."""
@@ -153,11 +136,11 @@ class RolloutLoopConfig(LoopConfig):
     routes: Literal["replay", "off"] = "off"
     """Whether a mixture is trained with the experts that the generator's layers chose (https://arxiv.org/abs/2510.11370).
     It costs a byte per token, layer and expert. `ownloop parity` measures its effect on a model."""
-    prompts_per_step: int
+    prompts_per_step: PositiveInt
     """Problems that a step samples rollouts for."""
-    group_size: int
+    group_size: PositiveInt
     """Rollouts of each problem."""
-    eval_samples: int = 1
+    eval_samples: PositiveInt = 1
     """Answers to each held-out problem: 1 is a greedy one; several are sampled and also give pass@k."""
     held_out: Mapping[str, HeldOut] = field(default_factory=dict[str, HeldOut])
     """Further held-out sets by name, which every evaluation measures: "aime" gives the metric `eval_aime_reward`."""
@@ -176,14 +159,13 @@ class RolloutLoopConfig(LoopConfig):
     """Whether a step may sample more than `prompts_per_step` problems."""
     replays = True
     """Whether the loop can train on recorded rollouts in place of new ones."""
-    env_time_limit_s: float | None = None
+    env_time_limit_s: Positive | None = None
     """Longest that one call of the environment may take; a longer one costs its rollout. None: what the environment
     says (`call_time_limit_s`), and 60 s if it says nothing."""
 
     def __post_init__(self) -> None:
         """Raises ValueError as the base does."""
         LoopConfig.__post_init__(self)  # super() does not know a class with slots
-        require_env(self.env)
         if self.evaluation not in self.evaluations:
             raise ValueError(f"evaluation is {self.evaluation!r}; in this loop it must be one of {self.evaluations}")
         if self.evaluation != "between" and self.placement == "colocated":
@@ -191,38 +173,49 @@ class RolloutLoopConfig(LoopConfig):
                 f"evaluation is {self.evaluation!r} and placement 'colocated', so that the trainer has all GPUs then; "
                 "use evaluation 'between'"
             )
-        for part in fields(self):  # the generator and every trainer: the policy's, a critic's, a teacher's
-            if isinstance(value := getattr(self, part.name), TrainerConfig | GeneratorConfig):
-                self._set(part.name, replace(value, placement=self.placement))
-        self._set("generator", replace(self.generator, evaluator=self.evaluation == "apart"))
-        if self.lora is not None:
-            room = self.generator.lora or LoRALimits(max_rank=self.lora.rank)
-            vision = room.vision or self.trainer.train_vision
-            room = replace(room, max_rank=max(room.max_rank, self.lora.rank), vision=vision)
-            self._set("generator", replace(self.generator, lora=room))
-        check_at_least(
-            1, prompts_per_step=self.prompts_per_step, group_size=self.group_size, eval_samples=self.eval_samples
-        )
         for name in self.held_out:
             if not name.isidentifier():
                 raise ValueError(f"held_out has {name!r}; a name must have letters, digits and underscores alone")
-        if self.env_time_limit_s is not None:
-            check_above_zero(env_time_limit_s=self.env_time_limit_s)
         check_sampled_distribution(self.sampling)
-        if any(
-            each is not None and each.cuts for each in (self.sampling, *(h.sampling for h in self.held_out.values()))
-        ):
-            self._set("generator", replace(self.generator, kept_sets=True))
         check_known("routes", self.routes, ("replay", "off") if self.records_routes else ("off",))
         if self.routes == "replay":
             self.trainer.check_routes()
-        self._set("generator", replace(self.generator, routes=self.routes == "replay"))
+        self.generator_config  # noqa: B018 - its own checks
+
+    @property
+    def policy_config(self) -> TrainerConfig:
+        """The policy's trainer as the loop starts it: `trainer`, of an adapter if there is `lora`, and placed."""
+        return replace(self.placed(self.trainer), lora=self.lora)
+
+    def placed(self, config: TrainerConfig) -> TrainerConfig:
+        """A trainer as the loop starts it: a critic's, a teacher's, or the policy's without its adapter."""
+        return replace(config, placement=self.placement)
+
+    @property
+    def generator_config(self) -> GeneratorConfig:
+        """The generator as the loop starts it: `generator` with what evaluations, sampling, routes and `lora` need."""
+        samplings = (self.sampling, *(held_out.sampling for held_out in self.held_out.values()))
+        cuts = any(sampling is not None and sampling.cuts for sampling in samplings)
+        config = replace(
+            self.generator,
+            placement=self.placement,
+            evaluator=self.evaluation == "apart",
+            kept_sets=self.generator.kept_sets or cuts,
+            routes=self.routes == "replay",
+        )
+        if self.lora is None:
+            return config
+        room = config.lora or LoRALimits(max_rank=self.lora.rank)
+        vision = room.vision or self.trainer.train_vision
+        return replace(config, lora=replace(room, max_rank=max(room.max_rank, self.lora.rank), vision=vision))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class GroupLoopConfig(RolloutLoopConfig):
-    """Fields of a loop that compares the rollouts of one prompt, so `group_size` is at least 2."""
+    """Fields of a loop that compares the rollouts of one prompt."""
 
+    group_size: Annotated[int, Field(ge=2)]
+    """Rollouts of each problem, at least 2."""
     advantage: str = "group_mean_std"
     """How a group's rewards become advantages: a name of `ownloop list --advantages`, or a "module:function"."""
     loss: str = "importance_sampling"
@@ -238,7 +231,6 @@ class GroupLoopConfig(RolloutLoopConfig):
     def __post_init__(self) -> None:
         """Raises ValueError as the base does."""
         RolloutLoopConfig.__post_init__(self)
-        check_at_least(2, group_size=self.group_size)
         get_advantage(self.advantage)
         get_loss(self.loss, self.loss_config).check_inputs(self.loss_inputs)
 

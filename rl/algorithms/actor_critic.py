@@ -5,12 +5,12 @@ Legend: N scored tokens of one datum, T its positions.
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import PositiveInt
 
 from rl.advantages import (
     explained_variance,
@@ -23,7 +23,7 @@ from rl.advantages import (
     token_rewards,
 )
 from rl.algorithms.metrics import logprob_mismatch, merge_outputs
-from rl.checks import check_at_least, check_known
+from rl.configuration import NotNegative, UpToOne, configuration
 from rl.data.packing import shareable_prefix
 from rl.losses import get_loss
 from rl.losses.shared import KLEstimator
@@ -34,31 +34,24 @@ from rl.types import Datum, ForwardBackwardOutput
 Arrays = Sequence[NDArray[np.float32]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class PPOParams:
     """PPO's own hyper-parameters: the KL penalty, the discounts of GAE, and the passes over a step's rollouts."""
 
-    kl_coef: float = 0.05
+    kl_coef: NotNegative = 0.05
     """Weight of the per-token KL penalty in the reward. With 0 the KL is measured but not penalised."""
     kl_estimator: KLEstimator = "k1"
     """Estimator of the penalty. k1 is InstructGPT's. k3 is never negative, so that it rewards no token for being less
     probable than under the reference."""
-    gamma: float = 1.0
+    gamma: UpToOne = 1.0
     """Discount per token: a reward one token later counts this much."""
-    gae_lambda: float = 1.0
+    gae_lambda: UpToOne = 1.0
     """GAE's lambda. 1 gives unbiased advantages and suits a reward at the end of the episode. Smaller values rely more
     on the critic: less variance, more bias."""
-    num_epochs: int = 1
+    num_epochs: PositiveInt = 1
     """Passes over a step's rollouts."""
-    minibatches_per_epoch: int = 1
+    minibatches_per_epoch: PositiveInt = 1
     """Optimizer steps per pass."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
-        check_known("kl_estimator", self.kl_estimator, get_args(KLEstimator))
-        check_at_least(0, kl_coef=self.kl_coef)
-        check_at_least(1, num_epochs=self.num_epochs, minibatches_per_epoch=self.minibatches_per_epoch)
-        gae(np.zeros(1), np.zeros(1), gamma=self.gamma, gae_lambda=self.gae_lambda)  # checks both factors
 
 
 async def scored(

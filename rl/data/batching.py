@@ -3,6 +3,7 @@
 Also checks a batch before it is sent, and merges metrics of its parts. Pure functions of NumPy arrays.
 """
 
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,13 +11,20 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.checks import MAX_FLOAT32, check_types
+from rl.checks import MAX_FLOAT32
 from rl.data.packing import PrefixGroup, group_by_prefix
-from rl.sampling import routes_fault
+from rl.sampling import KeptSets, routes_fault
 from rl.types import REPORTED_WEIGHT, Datum
 
 _LOGPROBS = ("logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs")
 _MOST_ROUNDING = 0.01  # how far above 0 a log-prob computed in bfloat16 may be
+_KINDS: Mapping[str, Any] = {
+    "loss_inputs": Mapping,
+    "temperature": numbers.Real,
+    "kept": KeptSets | None,
+    "routes": np.ndarray | None,
+    "images": tuple,
+}  # of the fields of a datum that do not depend on the model
 Result = TypeVar("Result")
 
 
@@ -122,6 +130,9 @@ def checked_data(batch: Iterable[Datum]) -> tuple[Datum, ...]:
     for i, datum in enumerate(data):
         if not isinstance(datum, Datum):  # pyright: ignore[reportUnnecessaryIsInstance] - unchecked callers
             raise ValueError(f"batch[{i}] is a {type(datum).__name__}; it must be a Datum")
+        for name, kind in _KINDS.items():
+            if not isinstance(value := getattr(datum, name), kind):
+                raise ValueError(f"batch[{i}].{name} is {value!r:.200}; see rl.types.Datum for what it must be")
     if not data:
         raise ValueError("batch is empty; it must hold at least one Datum")
     return data
@@ -143,7 +154,6 @@ def validate_batch(
     """
     for i, datum in enumerate(checked_data(batch)):
         _check_array(f"batch[{i}].tokens", datum.tokens, integer=True)
-        check_types(datum, f"batch[{i}]")
         if not 1 <= len(datum.tokens) <= max_seq_len:
             raise ValueError(
                 f"batch[{i}].tokens has length {len(datum.tokens)}; the model takes between 1 and {max_seq_len} tokens"

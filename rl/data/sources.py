@@ -14,12 +14,13 @@ from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 import numpy as np
 
 from rl.advantages import gather_scored
-from rl.checks import check_known, check_types, prompt_fault, text_fault
+from rl.checks import check_known, prompt_fault, text_fault
+from rl.configuration import AnyPath, configuration
 from rl.data.rows import content_id, numpy_order, read_rows, split, stream, without_held_out
 from rl.images import images_of
 from rl.protocols import Env, Problem, Prompt, Trainer
 from rl.rollouts.evaluation import Measurement
-from rl.rollouts.guard import require_env
+from rl.rollouts.guard import Environment
 from rl.rollouts.rendering import Renderer, prompt_text
 from rl.system.timeline import report_progress
 from rl.types import Datum
@@ -90,32 +91,23 @@ class AnsweredProblem(Problem, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class _OfEnv:
-    env: Env
-
-    def __post_init__(self) -> None:
-        """Raises ValueError unless it is an environment."""
-        require_env(self.env)
+    env: Environment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class _OfFile:
-    path: Path
+    path: AnyPath
     """The training items, shuffled again for every epoch."""
-    eval_path: Path | None = None
+    eval_path: AnyPath | None = None
     """The held-out items, whose prompts are left out of training. None holds out a tenth of `path`: always the same
     lines, and all lines of a prompt."""
 
-    def __post_init__(self) -> None:
-        """Raises ValueError naming a field of another type."""
-        check_types(self)
 
-
+@configuration
 class EnvExamples(_OfEnv):
     """An environment's problems with their right answers. Its methods raise ValueError for a problem without one."""
-
-    __slots__ = ()
 
     def train_examples(self, seed: int, start: int, count: int) -> list[Example]:
         """See `Examples`."""
@@ -129,13 +121,12 @@ class EnvExamples(_OfEnv):
         return Example(id=problem.id, prompt=problem.prompt, completion=_answers(self.env, problem)[0])
 
 
+@configuration
 class EnvPreferences(_OfEnv):
     """An environment's problems, each with its right answer and one of its wrong answers.
 
     Its methods raise ValueError for a problem without both.
     """
-
-    __slots__ = ()
 
     def train_preferences(self, seed: int, start: int, count: int) -> list[Preference]:
         """See `Preferences`."""
@@ -157,14 +148,13 @@ class EnvPreferences(_OfEnv):
         return Preference(id=problem.id, prompt=problem.prompt, chosen=answer, rejected=rejected)
 
 
+@configuration
 class JsonlExamples(_OfFile):
     """A file with one object per line: {"prompt": text or messages, "completion": text}. Other fields are ignored.
 
     The file is read at the first call. Its methods raise ValueError, naming file and line, for a line of another form
     and for an empty text.
     """
-
-    __slots__ = ()
 
     def train_examples(self, seed: int, start: int, count: int) -> list[Example]:
         """See `Examples`."""
@@ -175,10 +165,9 @@ class JsonlExamples(_OfFile):
         return _held_out(_read_examples, self.path, self.eval_path)[:count]
 
 
+@configuration
 class JsonlPreferences(_OfFile):
     """A file of objects {"prompt": text or messages, "chosen": text, "rejected": text}; see `JsonlExamples`."""
-
-    __slots__ = ()
 
     def train_preferences(self, seed: int, start: int, count: int) -> list[Preference]:
         """See `Preferences`."""

@@ -17,29 +17,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.checks import check_types, named_function, prompt_fault
+from rl.checks import named_function, prompt_fault
+from rl.configuration import AnyPath, Several, configuration
 from rl.data.rows import content_id, no_fault, python_order, read_rows, spaced_alike, split, stream
 from rl.protocols import Done, Prompt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class JsonlReward:
     """Prompts from a file, rewards from a function `(prompt, completion, **fields) -> float`, which may be async."""
 
-    file: Path
+    file: AnyPath
     """One JSON object per line."""
     reward: str
     """`"module:function"`. It is called with the prompt, the completion and the row's `fields` as keyword arguments."""
     prompt_field: str = "prompt"
     """Name of the field with the prompt: text, or messages with role and content."""
-    fields: tuple[str, ...] = ()
+    fields: Several[str] = ()
     """Names of the row's other fields that the function takes."""
-    stop: tuple[str, ...] = ()
+    stop: Several[str] = ()
     """Strings that end an answer."""
 
     def __post_init__(self) -> None:
         """Reads the file. Raises ValueError for a bad row, naming file and line, and if the function is not found."""
-        check_types(self)
         self._reward_function()
         _forget_if_changed(Path(self.file))
         train_rows, eval_rows = self._split()

@@ -6,32 +6,31 @@ so that the model learns to compare and not to follow a format.
 
 import functools
 import random
-from dataclasses import dataclass
+from typing import Annotated
 
-from rl.checks import check_types
+from pydantic import Field, NonNegativeInt
+
+from rl.configuration import configuration
 from rl.envs.procedural import TextProblem, eval_set, train_stream
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class LargestNumber:
     """Name the largest of several different numbers. Reward 1 for exactly that number, 0 for anything else."""
 
-    count: int = 4
+    count: Annotated[int, Field(ge=2, le=20)] = 4
     """Numbers to compare, between 2 and 20."""
-    low: int = 10
+    low: NonNegativeInt = 10
     """Smallest number that may occur, at least 0."""
     high: int = 99
     """Largest number that may occur."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        check_types(self)
-        if not 2 <= self.count <= 20:
-            raise ValueError(f"LargestNumber.count is {self.count}; it must be between 2 and 20")
-        if not 0 <= self.low <= self.high - self.count:
+        if not self.low <= self.high - self.count:
             raise ValueError(
-                f"LargestNumber.low is {self.low} and high is {self.high}; low must be at least 0, and {self.count} "
-                "different numbers must fit between them"
+                f"LargestNumber.low is {self.low} and high is {self.high}; {self.count} different numbers must fit "
+                "between them"
             )
 
     @property

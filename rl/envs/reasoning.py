@@ -13,10 +13,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import field, fields
+from typing import Annotated, Any
 
-from rl.checks import check_known, check_types
+from rl.checks import check_known
+from rl.configuration import Several, configuration, holds, one_of
 from rl.envs.procedural import Options, TextProblem, eval_set, train_stream
 from rl.protocols import Prompt
 from rl.system.plugins import how_to_install
@@ -44,27 +45,23 @@ _MAX_DEGREE = 100
 _SERVE = "from rl.envs.reasoning import serve_entries; serve_entries()"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class ReasoningGym:
     """One task of reasoning-gym, asked in one turn and scored by the task's own verifier."""
 
-    task: str
+    task: Annotated[str, one_of(lambda: _tasks())]  # noqa: PLW0108 - it is below
     """Name of the task, such as "spell_backward"."""
     params: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The task's own options, by its names."""
-    template: str = "{question}"
+    template: Annotated[str, holds("{question}")] = "{question}"
     """Template of the prompt; `{question}` stands for the problem's text."""
     chat: bool = True
     """Whether the prompt is a user's message in a chat. Otherwise the model continues the text as it is."""
-    stop: tuple[str, ...] = ()
+    stop: Several[str] = ()
     """Strings that end an answer."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for an unknown task or option, naming the nearest, or a template without `{question}`."""
-        check_known("ReasoningGym.task", self.task, _tasks())
-        check_types(self)
-        if "{question}" not in self.template:
-            raise ValueError(f"ReasoningGym.template is {self.template!r}; it must contain {{question}}")
         options = [f.name for f in fields(_tasks()[self.task][1])]
         for name in self.params:
             check_known(f"an option of {self.task} in ReasoningGym.params", name, options)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Generator, Hashable, Mapping, 
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 from weakref import WeakSet
 
@@ -28,9 +29,9 @@ from rl.checks import (
     did_you_mean,
     errors_of_user_code,
     frames_below,
-    is_of,
     see_working_directory,
 )
+from rl.configuration import NotNegative, check_value
 from rl.losses.functions import cispo, cross_entropy, dro, gspo, importance_sampling, ppo
 from rl.losses.functions import value as value_loss
 from rl.losses.shared import (
@@ -44,7 +45,7 @@ from rl.losses.shared import (
     with_observations,
 )
 from rl.system.plugins import load_all
-from rl.types import MAX_FLOAT32, Datum, Head
+from rl.types import Datum, Head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,7 +157,10 @@ class Loss:
             raise ValueError(f"loss {self.name!r} returned a {type(result).__name__}; it must be (loss, metrics)")
         loss, metrics = (
             result[0],
-            {name: scores.new_tensor(x) if is_of(x, float) else x for name, x in result[1].items()},
+            {
+                name: scores.new_tensor(x) if isinstance(x, Real) and x is not True and x is not False else x
+                for name, x in result[1].items()
+            },
         )
         for name, value in [("", loss), *metrics.items()]:
             if not hasattr(value, "detach") or value.ndim != 0:
@@ -234,7 +238,8 @@ class Loss:
             if not self.checks_values:
                 _check_type(self, name, value)
             else:
-                _check_value(self.name, name, value, default=own[name] if name in own else shared[name])
+                default = own[name] if name in own else shared[name]
+                check_value(f"loss_config[{name!r}]", value, str if isinstance(default, str) else NotNegative)
         options = {**self.options, **{name: value for name, value in config.items() if name in own}}
         if missing := [name for name, default in own.items() if default is _REQUIRED and name not in options]:
             raise ValueError(f"loss_config lacks {missing[0]!r}, which {self.name!r} needs")
@@ -366,17 +371,6 @@ def sequences_alike(batch: Sequence[Datum], length: float) -> list[Datum]:
     return [datum.weighted(length / max(datum.num_loss_tokens, 1)) for datum in batch]
 
 
-def _check_value(loss: str, name: str, value: object, default: object) -> None:
-    """Raises ValueError unless the value is text if the default is text, or else a finite number of at least 0."""
-    if isinstance(default, str):
-        if not isinstance(value, str):
-            raise ValueError(f"loss_config[{name!r}] is {value!r}; {loss!r} needs a string such as {default!r}")
-    elif isinstance(value, bool) or not isinstance(value, int | float):  # a bool is an int in Python
-        raise ValueError(f"loss_config[{name!r}] is {value!r}; {loss!r} needs a number")
-    elif not 0 <= value <= MAX_FLOAT32:
-        raise ValueError(f"loss_config[{name!r}] is {value}; {loss!r} needs it finite and at least 0, in float32")
-
-
 def _check_type(loss: Loss, name: str, value: object) -> None:
     """Raises ValueError unless the value is of the type that the user's function declares, or of its default's."""
     try:
@@ -386,9 +380,8 @@ def _check_type(loss: Loss, name: str, value: object) -> None:
     default = option_defaults(loss.function)[name]
     if hint is _REQUIRED and type(default) in (bool, int, float, str):
         hint = float if type(default) is int else type(default)  # 2 may stand for 2.0
-    if hint is not _REQUIRED and not is_of(value, hint):
-        shown = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-        raise ValueError(f"loss_config[{name!r}] is {value!r}; {loss.name!r} takes a {shown}")
+    if hint is not _REQUIRED:
+        check_value(f"loss_config[{name!r}]", value, hint)
 
 
 def _check_thresholds(options: Mapping[str, Any]) -> None:

@@ -345,8 +345,8 @@ def _kept(rollout: Rollout) -> KeptSets | None:
         completion, size = turn.completion, len(turn.completion.tokens)
         if completion.kept is None and size and rollout.sampling is not None and rollout.sampling.cuts:
             raise ValueError(
-                f"sampling.top_k is {rollout.sampling.top_k} and the completions have no `kept` tokens, among which "
-                "the trainer would have to score them; a generator on GPUs needs GeneratorConfig.kept_sets=True"
+                f"sampling keeps {rollout.sampling.most_kept} tokens and the completions have no `kept` tokens, among "
+                "which the trainer would have to score them; a generator on GPUs needs GeneratorConfig.kept_sets=True"
             )
         parts += [KeptSets.whole(len(turn.prompt_tokens)), completion.kept or KeptSets.whole(size)]
     if all(turn.completion.kept is None for turn in rollout.turns):

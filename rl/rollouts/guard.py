@@ -13,10 +13,14 @@ import math
 import threading
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+from pydantic import AfterValidator
+
 from rl.checks import frames_below
+from rl.configuration import AsItIs
+from rl.protocols import Env
 
 DEFAULT_TIME_LIMIT_S = 60.0
 """Limit of one call of an environment that does not set its own, `call_time_limit_s`."""
@@ -46,11 +50,16 @@ def time_limit_of(env: object) -> float:
     return limit
 
 
-def require_env(env: object) -> None:
-    """Raises ValueError, naming what is missing, unless `env` has what `rl.protocols.Env` asks for."""
+def require_env(env: T) -> T:
+    """The same. Raises ValueError, naming what is missing, unless `env` has what `rl.protocols.Env` asks for."""
     missing = missing_of(env)
     if missing:
         raise ValueError(f"env is a {type(env).__name__}, and {missing[0]}; see rl.protocols.Env")
+    return env
+
+
+Environment = Annotated[AsItIs[Env], AfterValidator(require_env)]
+"""The type of a configuration's field that holds an environment."""
 
 
 def missing_of(env: object) -> list[str]:

@@ -39,9 +39,9 @@ def test_the_scale_is_that_of_peft() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 0}, "rank is 0; it must be at least 1"),
-        ({"alpha": 0.0}, "alpha is 0.0; it must be above 0"),
-        ({"alpha": 1e39}, r"alpha is 1e\+39; it must be above 0 and finite, in float32"),
+        ({"rank": 0}, "rank is 0"),
+        ({"alpha": 0.0}, "alpha is 0.0"),
+        ({"alpha": 1e39}, r"alpha is 1e\+39"),
     ],
 )
 def test_mistakes_are_refused(options: dict[str, Any], message: str) -> None:

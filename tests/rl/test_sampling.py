@@ -18,7 +18,7 @@ ROUTES = np.array([[[0, 1], [1, 0]], [[2, 0], [1, 2]], [[1, 2], [0, 1]]], np.uin
 def test_a_cut_has_a_bounded_number_of_words() -> None:
     for cut, top_k in (({"top_p": 0.9}, 512), ({"min_p": 0.1}, 512), ({"top_p": 0.9, "top_k": 20}, 20), ({}, -1)):
         sampling = SamplingParams(max_tokens=1, **cut)  # pyright: ignore[reportArgumentType]
-        assert (sampling.top_k, sampling.cuts) == (top_k, top_k > 0)
+        assert (sampling.most_kept, sampling.cuts) == (top_k, top_k > 0)
 
 
 def test_sets_are_taken_and_joined() -> None:

@@ -4,7 +4,7 @@ Copy this page to write your own loop. It is `controller.loops.grpo` with sessio
 counts once, whichever branches read it, and the gradient is the mean over the step's trained tokens.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from controller.launching.launcher import launch
 from controller.runs import Console, GroupLoopConfig, Loop, Run, RunFolder
@@ -12,12 +12,13 @@ from controller.runs.models import resolve_model
 from ownloop_agents.endpoint import SessionLimits, agent_endpoint
 from ownloop_agents.programs import as_agent_env, run_agents
 from ownloop_agents.sessions import record_sessions, session_metrics, sessions_to_data
+from rl.configuration import configuration
 from rl.rollouts.episodes import step_seed
 from rl.rollouts.evaluation import Evaluation
 from rl.schedules import constant, warmup
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class AgentConfig(GroupLoopConfig):
     """A recipe of this loop. `env` is an `AgentEnv`; `sampling` replaces what its program asks for."""
 
@@ -52,7 +53,7 @@ async def train(config: AgentConfig, folder: RunFolder, console: Console) -> Non
 
     run.phase("starting trainer and generator")
     async with (
-        launch(model, config.trainer, config.generator, run.log_dir, config.hosts) as (trainer, generator),
+        launch(model, config.policy_config, config.generator_config, run.log_dir, config.hosts) as (trainer, generator),
         run.steps(evaluate, policy=trainer) as steps,
         agent_endpoint(generator, config.sampling, config.limits, tool_parser=config.tool_parser) as endpoint,
     ):

@@ -31,7 +31,7 @@ def our_sampling(
         max_tokens=min(asked.max_tokens or ours.max_tokens, ours.max_tokens),  # a program may ask for less
         temperature=ours.temperature,
         top_p=ours.top_p,
-        top_k=ours.top_k,
+        top_k=ours.most_kept,
         min_p=ours.min_p,
         stop=[*(asked.stop or ()), *ours.stop],
         stop_token_ids=[*(asked.stop_token_ids or ()), *ours.stop_token_ids],

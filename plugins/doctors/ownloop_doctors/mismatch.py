@@ -118,7 +118,13 @@ async def recipe_parity(config: Any, tell: Tell) -> Parity:
     with tempfile.TemporaryDirectory(prefix="ownloop-parity-") as logs:
         async with kept(hosts, tell):
             return await measure_parity(
-                (model, model), config.trainer, config.generator, prompts, config.sampling, Path(logs), hosts
+                (model, model),
+                config.policy_config,
+                config.generator_config,
+                prompts,
+                config.sampling,
+                Path(logs),
+                hosts,
             )
 
 

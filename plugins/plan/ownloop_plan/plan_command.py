@@ -117,7 +117,10 @@ def _read(options: Plan, config: Any) -> tuple[ModelSize, Any, Any, Work]:
     if missing:
         raise ValueError(f"recipe {options.recipe} has no {missing[0]}; plan is for loops that sample and train")
     directory = options.model_directory or _directory(config.model)
-    trainer, generator = replace(config.trainer, model=directory), replace(config.generator, model=directory)
+    trainer, generator = (
+        replace(config.policy_config, model=directory),
+        replace(config.generator_config, model=directory),
+    )
     settings = read_config(directory)
     if options.search is None:
         check_layout(trainer)

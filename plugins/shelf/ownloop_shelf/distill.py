@@ -5,12 +5,13 @@ on its own answers: https://thinkingmachines.ai/blog/on-policy-distillation. Rew
 """
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from controller.handles.offline import OfflineGeneratorConfig
 from controller.launching.launcher import Launcher
 from controller.runs import Console, Loop, RolloutLoopConfig, RolloutSource, Run, RunFolder
 from ownloop_shelf.distillation import Objective, Teachers, eval_kl
+from rl.configuration import configuration
 from rl.losses import token_mean
 from rl.rollouts.episodes import step_seed
 from rl.rollouts.evaluation import Evaluation
@@ -19,7 +20,7 @@ from rl.types import PathOrName
 from trainer.config import TrainerConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class DistillConfig(RolloutLoopConfig):
     """A recipe of this loop; `model` is the student, which samples each problem `group_size` times."""
 
@@ -34,7 +35,6 @@ class DistillConfig(RolloutLoopConfig):
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
         RolloutLoopConfig.__post_init__(self)
-        self._set("teacher_trainer", replace(self.teacher_trainer, frozen=True))
         self.objective.check(self.teacher, replays=isinstance(self.generator, OfflineGeneratorConfig))
 
     def loop(self) -> Loop:
@@ -57,12 +57,13 @@ async def train(config: DistillConfig, folder: RunFolder, console: Console) -> N
         kl = await eval_kl(teachers, source.eval_problems, seeded)
         return replace(evaluation, measurements={"kl_to_teacher": kl})
 
+    teacher = config.placed(replace(config.teacher_trainer, frozen=True))
     run.phase("starting trainer, teachers and generator")
     async with Launcher(run.log_dir, config.hosts) as launcher:
         trainer, generator, *frozen = await asyncio.gather(
-            launcher.trainer(source.model, config.trainer, generator=config.generator),
-            launcher.generator(source.model, config.generator),
-            *(launcher.trainer(path, config.teacher_trainer, name=f"teacher{i or ''}") for i, path in enumerate(paths)),
+            launcher.trainer(source.model, config.policy_config, generator=config.generator_config),
+            launcher.generator(source.model, config.generator_config),
+            *(launcher.trainer(path, teacher, name=f"teacher{i or ''}") for i, path in enumerate(paths)),
         )
         teachers = Teachers(objective, config.teacher, frozen, trainer, generator, source.renderer, source.model)
         async with run.steps(evaluate, policy=trainer) as steps:

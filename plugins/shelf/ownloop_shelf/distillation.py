@@ -18,13 +18,13 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rl.advantages import gae, gather_scored, kl_estimates, kl_from_generator, sampled_logprobs, scatter_scored
-from rl.checks import check_between, check_known
+from rl.configuration import Positive, UpToOne, configuration, holds
 from rl.images import join_tokens
 from rl.protocols import Generator, Problem, Prompt, Trainer
 from rl.rollouts.episodes import rollout_to_datum, with_inputs
@@ -42,7 +42,7 @@ SELF = "self"
 _LARGEST_VOCABULARY = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class Objective:
     """What a student learns from the teachers of its own answers."""
 
@@ -52,23 +52,22 @@ class Objective:
     top_k: int = 0
     """Most probable tokens of a position that a divergence is a sum over: up to 20, or -1 for the whole vocabulary.
     They are the student's; for "forward_kl" under a hint, the student's with the hint."""
-    discount: float = 0.0
+    discount: UpToOne = 0.0
     """Of "sampled": with 0 a token answers for its own divergence only, with 1 also for that of all tokens after it."""
     hint: Hint = "none"
     """What teachers read and the student does not: the problem's right "answer", or the answer of a "peer", the best
     rollout of its group, if that is better. Rollouts without a hint are then not learned from."""
-    hint_text: str = "Here is a correct answer, for reference:\n{hint}\n\nNow answer in your own words."
+    hint_text: Annotated[str, holds("{hint}")] = (
+        "Here is a correct answer, for reference:\n{hint}\n\nNow answer in your own words."
+    )
     """How a hint is added to the user's last message, or put before a prompt of text."""
     task_teachers: Mapping[str, str] = field(default_factory=dict[str, str])
     """Task of a `Mixture` -> the teacher of its problems, in the place of the recipe's `teacher`."""
-    more_teachers: Mapping[str, float] = field(default_factory=dict[str, float])
+    more_teachers: Mapping[str, Positive] = field(default_factory=dict[str, float])
     """Further teachers with their weights. `teacher` has the rest of 1, and the loss is the weighted sum of theirs."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        check_known("objective.divergence", self.divergence, get_args(Divergence))
-        check_known("objective.hint", self.hint, get_args(Hint))
-        check_between(0, 1, **{"objective.discount": self.discount})
         sampled = self.divergence == "sampled"
         if not (self.top_k == 0 if sampled else self.top_k == -1 or 1 <= self.top_k <= MAX_TOPK_LOGPROBS):
             accepted = "0" if sampled else f"from 1 to {MAX_TOPK_LOGPROBS}, or -1 for all"
@@ -76,16 +75,9 @@ class Objective:
                 f"objective.top_k is {self.top_k}; with divergence {self.divergence!r} it must be {accepted}"
             )
         if self.discount and not sampled:
-            raise ValueError(
-                f"objective.discount is {self.discount}; only divergence 'sampled' has one, so leave it at 0"
-            )
-        if "{hint}" not in self.hint_text:
-            raise ValueError(f"objective.hint_text is {self.hint_text!r}; it must contain {{hint}}")
-        weights = self.more_teachers.values()
-        if not all(weight > 0 for weight in weights) or not sum(weights) < 1:
-            raise ValueError(
-                f"objective.more_teachers is {dict(self.more_teachers)}; weights must be above 0, their sum below 1"
-            )
+            raise ValueError(f"objective.discount is {self.discount}; only divergence 'sampled' has one: leave it at 0")
+        if not sum(self.more_teachers.values()) < 1:
+            raise ValueError(f"objective.more_teachers is {dict(self.more_teachers)}; weights must be below 1 in sum")
 
     def names(self, teacher: str) -> tuple[str, ...]:
         """All teachers, the recipe's first. Raises ValueError for a student without a hint as its own teacher."""

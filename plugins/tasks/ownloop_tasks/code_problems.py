@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any
+
+from pydantic import Field, NonNegativeInt
 
 from ownloop_sandbox import Sandbox, find_way, run_python
-from rl.checks import check_at_least, check_known, check_types
+from rl.configuration import Several, configuration, holds
 from rl.data.rows import content_id, load_columns, python_order, split, stream, without_held_out
 from rl.protocols import Done, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
@@ -28,7 +30,7 @@ _QUOTES = re.compile(r"""\\.|\"{3}|'{3}|["'#]""")
 _PYTHON = ("python", "python3", "py", "py3")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class CodeProblems:
     """A dataset's problems. Reward 1 if the code passes all tests of its problem, 0 otherwise."""
 
@@ -50,28 +52,21 @@ class CodeProblems:
     """Name of a column of code that runs before the answer's, such as imports; empty for none."""
     solution: str = ""
     """Name of a column of right code, which `check-env` runs; empty for none."""
-    template: str = "{question}\nYour code must pass these tests:\n{tests}\nWrite it in one block of ```python."
+    template: Annotated[str, holds("{question}")] = (
+        "{question}\nYour code must pass these tests:\n{tests}\nWrite it in one block of ```python."
+    )
     """The prompt; `{question}` stands for the problem, and `{tests}` for its first `num_shown` tests."""
-    num_shown: int = 3
+    num_shown: NonNegativeInt = 3
     """How many tests a prompt shows, which say how functions are named."""
     partial_credit: bool = False
     """Whether the reward is the part of the tests that the code passes."""
-    stop: tuple[str, ...] = ()
+    stop: Several[str] = ()
     """Strings that end an answer, in addition to the model's own end token."""
-    time_limit_s: float = 5.0
+    time_limit_s: Annotated[float, Field(ge=0.1)] = 5.0
     """Most seconds that the code and its tests may run."""
     sandbox: Sandbox = "auto"
     """Where the model's code runs: `auto` takes what works on this host. `none` is no sandbox: the code may do all that
     the current user may do, and is limited in time, memory and output only."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted. The dataset is loaded later."""
-        check_known("CodeProblems.sandbox", self.sandbox, get_args(Sandbox))
-        check_types(self)
-        if "{question}" not in self.template:
-            raise ValueError(f"CodeProblems.template is {self.template!r}; it must contain {{question}}")
-        check_at_least(0, **{"CodeProblems.num_shown": self.num_shown})
-        check_at_least(0.1, **{"CodeProblems.time_limit_s": self.time_limit_s})
 
     @property
     def name(self) -> str:

@@ -7,8 +7,11 @@ solved game, because a small model continues a pattern better than it follows an
 import random
 import re
 from dataclasses import dataclass
+from typing import Annotated
 
-from rl.checks import check_at_least, check_types
+from pydantic import Field
+
+from rl.configuration import configuration
 from rl.envs.procedural import eval_set, train_stream
 from rl.protocols import Done, Observation, Reply
 from rl.types import Answer
@@ -17,21 +20,14 @@ _EXAMPLE = "The number is between 131 and 138.\nGuess: 135\nLower.\nGuess: 133\n
 _TURN_COST = 0.2  # so that the last of at most 5 guesses still has a reward above 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class GuessNumber:
     """Guess a number in few turns. Reward 1 for a right first guess, 0.2 less per further guess, 0 if never right."""
 
-    span: int = 8
+    span: Annotated[int, Field(ge=2)] = 8
     """Size of the range that contains the number, at least 2. Ranges begin anywhere from 10 to 490."""
-    max_turns: int = 4
+    max_turns: Annotated[int, Field(ge=1, le=5)] = 4
     """Most guesses per game, between 1 and 5."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
-        check_types(self)
-        check_at_least(2, **{"GuessNumber.span": self.span})
-        if not 1 <= self.max_turns <= 5:
-            raise ValueError(f"GuessNumber.max_turns is {self.max_turns}; it must be between 1 and 5")
 
     @property
     def name(self) -> str:

@@ -13,12 +13,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 from weakref import WeakKeyDictionary
 
-from rl.checks import check_above_zero, check_at_least, check_types
-from rl.protocols import AroundProblem, Done, Env, Episode, Problem, Prompt, Reply
-from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, call_environment, require_env, time_limit_of, waiting
+from pydantic import AfterValidator, NonNegativeInt, PositiveInt
+
+from rl.configuration import AsItIs, Positive, configuration, holds
+from rl.protocols import AroundProblem, Done, Episode, Problem, Prompt, Reply
+from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, Environment, call_environment, time_limit_of, waiting
 from rl.rollouts.rendering import prompt_text
 from rl.types import Answer
 
@@ -91,7 +93,15 @@ class AnyJudge(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _check_pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"Input should be a regular expression: {error}") from None
+    return text
+
+
+@configuration
 class Judge:
     """A judge: its address, its question, and the reward when it fails."""
 
@@ -101,10 +111,10 @@ class Judge:
     """The judge's name on that server."""
     api_key_variable: str = ""
     """The environment variable that holds the key, such as "OPENAI_API_KEY". Empty for a server that needs none."""
-    template: str = _TEMPLATE
+    template: Annotated[str, holds("{prompt}"), holds("{answer}")] = _TEMPLATE
     """What the judge is asked. `{prompt}` and `{answer}` stand for the conversation, `{lowest}` and `{highest}` for the
     scale."""
-    score_pattern: str = ""
+    score_pattern: Annotated[str, AfterValidator(_check_pattern)] = ""
     """A regular expression: its last match in the judge's answer is the score, its first group if it has one. Without
     one, the score is the last number with the scale behind it ("7/10"), or else behind a word ("Score: 7"), alone on a
     line, or at the beginning of a sentence that begins the answer; or else the last number. "7,5" is 7.5. Not searched
@@ -115,14 +125,14 @@ class Judge:
     """The score that becomes reward 1."""
     options: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 16})
     """Further fields of the request, by OpenAI's names."""
-    max_concurrent: int = 16
+    max_concurrent: PositiveInt = 16
     """Most requests at a time. Others wait, which does not count towards `time_limit_s`."""
-    max_retries: int = 4
+    max_retries: NonNegativeInt = 4
     """How often a request is made again after 408, 409, 429, 5xx, a lost connection or a time-out, with growing pauses
     or the pauses that the server asks for."""
-    request_timeout_s: float = 60.0
+    request_timeout_s: Positive = 60.0
     """Most seconds for one request."""
-    time_limit_s: float = 180.0
+    time_limit_s: Positive = 180.0
     """Most seconds for one judgement with all its retries."""
     failure_reward: float | None = None
     """The reward where the judge fails or says nothing that holds a score. None leaves the rollout out of the batch;
@@ -130,20 +140,8 @@ class Judge:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        check_types(self)
-        for name in ("{prompt}", "{answer}"):
-            if name not in self.template:
-                raise ValueError(f"Judge.template is {self.template!r:.80}; it must contain {name}")
         if not self.lowest < self.highest:
             raise ValueError(f"Judge.highest is {self.highest}; it must be above Judge.lowest, {self.lowest}")
-        try:
-            re.compile(self.score_pattern)
-        except re.error as error:
-            raise ValueError(f"Judge.score_pattern is {self.score_pattern!r}: {error}") from None
-        check_at_least(1, **{"Judge.max_concurrent": self.max_concurrent})
-        check_at_least(0, **{"Judge.max_retries": self.max_retries})
-        limits = {"request_timeout_s": self.request_timeout_s, "time_limit_s": self.time_limit_s}
-        check_above_zero(**{f"Judge.{name}": value for name, value in limits.items()})
 
     def check(self) -> None:
         """Raises ValueError if the environment variable of the key is not set."""
@@ -174,7 +172,7 @@ class Judge:
             return replace(judgement, problem=f"{error}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class JudgedEnv:
     """An environment whose rewards a judge gives. Its own reward becomes `own_reward` in the metrics.
 
@@ -182,12 +180,11 @@ class JudgedEnv:
     counted them, `judge_retries`, and `judge_failures` (with `failure_reward` only).
     """
 
-    env: Env
-    judge: AnyJudge
+    env: Environment
+    judge: AsItIs[AnyJudge]
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what is no environment, or no judge."""
-        require_env(self.env)
+        """Raises ValueError for what is no judge."""
         if not callable(getattr(self.judge, "rate", None)):
             raise ValueError(f"JudgedEnv.judge is {self.judge!r:.200}; it must be a Judge or a RewardModel")
 

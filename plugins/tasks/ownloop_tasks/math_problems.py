@@ -18,10 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from ownloop_tasks.math_answers import WAITING_FACTOR, is_one_answer, last_boxes, math_comparer, plain
-from rl.checks import check_at_least, check_known, check_types
+from rl.configuration import Several, configuration, holds
 from rl.data.rows import content_id, python_order, read_columns, split, stream, without_held_out
 from rl.protocols import Done, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
@@ -35,7 +37,7 @@ _NAMES = "Ada Ben Chen Dana Eli Fay Gus Hana Ivan Jo Kim Leo Mia Nora Omar Pia".
 _THINGS = "apples books coins pens stamps shells cards beads".split()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class MathProblems:
     """A dataset's problems. Reward 1 for the right answer, 0 for anything else."""
 
@@ -57,28 +59,22 @@ class MathProblems:
     something else counts as unreadable."""
     answer_marker: str = "####"
     """What stands before the answer in the answer column, as in GSM8K. Answers without it are taken whole."""
-    template: str = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
+    template: Annotated[str, holds("{question}")] = (
+        "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
+    )
     """The prompt; `{question}` stands for the problem. The default is what Qwen2.5-Math was taught to follow."""
     chat: bool = True
     """Whether the prompt is a user's message in a chat. Otherwise the model continues the text as it is."""
     answer_form: AnswerForm = "boxed"
     """Where the model's answer is looked for: "boxed" accepts the last `\\boxed{...}` only; "anywhere" also accepts
     what looks most like a final answer, such as the last number."""
-    stop: tuple[str, ...] = ()
+    stop: Several[str] = ()
     """Strings that end an answer, in addition to the model's own end token."""
-    comparison_time_limit_s: float = 5.0
+    comparison_time_limit_s: Annotated[float, Field(ge=0.1)] = 5.0
     """Most seconds of CPU time for comparing one answer. An answer that takes longer is wrong and counts in
     `comparisons_timed_out`."""
     skip_unreadable: bool = False
     """Whether problems are left out whose answer math-verify cannot read. Otherwise they are refused, by name."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted. The dataset is loaded later."""
-        check_known("MathProblems.answer_form", self.answer_form, get_args(AnswerForm))
-        check_types(self)
-        if "{question}" not in self.template:
-            raise ValueError(f"MathProblems.template is {self.template!r}; it must contain {{question}}")
-        check_at_least(0.1, **{"MathProblems.comparison_time_limit_s": self.comparison_time_limit_s})
 
     @property
     def name(self) -> str:

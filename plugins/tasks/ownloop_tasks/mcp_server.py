@@ -16,11 +16,10 @@ import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rl.checks import check_types
+from rl.configuration import Positive, Several, configuration
 
 if TYPE_CHECKING:
     from mcp import ClientSession
@@ -30,18 +29,17 @@ Tool = tuple[dict[str, Any], Callable[..., Any]]
 """A JSON schema for the chat template, and the function that it describes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class MCPServer:
     """How to start a server of tools."""
 
-    command: tuple[str, ...]
+    command: Several[str]
     """The program and its arguments. It sees this process's PATH and HOME, and no other variables, so no keys."""
-    start_time_limit_s: float = 60.0
+    start_time_limit_s: Positive = 60.0
     """Most seconds until it has named its tools."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if there is no such program."""
-        check_types(self)
         if not self.command or shutil.which(self.command[0]) is None:
             raise ValueError(f"MCPServer.command is {self.command}; it must begin with a program that can be run")
 

@@ -16,14 +16,15 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Strict
 
-from rl.checks import MAX_FLOAT32, check_at_least, check_between, check_types
+from rl.configuration import NotNegative, Several, configuration
 from rl.data.rows import hashed_number
-from rl.protocols import AroundProblem, Done, Env, Episode, Problem, Prompt, Reply, best_reward_of
-from rl.rollouts.guard import require_env, time_limit_of
+from rl.protocols import AroundProblem, Done, Episode, Problem, Prompt, Reply, best_reward_of
+from rl.rollouts.guard import Environment, time_limit_of
 
 _TAKEN = ("low", "high", "mean", "std")  # `reward_high` is a bound of the whole evaluation's reward
 _MEMORY = 0.98  # of a pass rate, from one episode to the next: it is a mean over the last fifty
@@ -40,38 +41,28 @@ class Progress:
     resumes measures it anew, so only weights that do not use it are the same in a resumed run."""
 
 
-Weight = float | Callable[[Progress], float]
+Weight = NotNegative | Callable[[Progress], float]
 
 
-@dataclass(frozen=True, slots=True)
+@configuration(kw_only=False)
 class Task:
     """An environment of a mixture."""
 
-    env: Env
+    env: Environment
     weight: Weight = 1.0
     """How often its problems come, relative to the weights of the other tasks."""
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for what is no environment, and for a weight that is neither a number nor a function."""
-        require_env(self.env)
-        check_types(self)
-        if not callable(self.weight):
-            check_between(0, MAX_FLOAT32, **{"Task.weight": self.weight})
 
-
-@dataclass(frozen=True, slots=True)
+@configuration(kw_only=False)
 class Ramp:
     """A weight in straight lines through (problem's number, weight); constant before the first and after the last."""
 
-    points: tuple[tuple[int, float], ...]
+    points: Several[Annotated[tuple[int, NotNegative], Strict(False)]]
 
     def __post_init__(self) -> None:
-        """Raises ValueError unless the numbers rise and the weights are at least 0."""
-        check_types(self)
+        """Raises ValueError unless the numbers rise."""
         if not self.points or any(first[0] >= second[0] for first, second in itertools.pairwise(self.points)):
             raise ValueError(f"Ramp.points is {self.points}; it needs at least one, with rising numbers")
-        for number, weight in self.points:
-            check_between(0, MAX_FLOAT32, **{f"the weight of Ramp.points at {number}": weight})
 
     def __call__(self, progress: Progress) -> float:
         """The weight at a problem's number."""
@@ -79,20 +70,13 @@ class Ramp:
         return float(np.interp(progress.number, numbers, weights))
 
 
-@dataclass(frozen=True, slots=True)
+@configuration(kw_only=False)
 class WhileUnsolved:
     """A weight that falls to `afterwards` once the task's pass rate has reached a value."""
 
-    pass_rate: float
-    weight: float = 1.0
-    afterwards: float = 0.1
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
-        check_types(self)
-        check_at_least(0, **{"WhileUnsolved.pass_rate": self.pass_rate})
-        for name in ("weight", "afterwards"):
-            check_between(0, MAX_FLOAT32, **{f"WhileUnsolved.{name}": getattr(self, name)})
+    pass_rate: NotNegative
+    weight: NotNegative = 1.0
+    afterwards: NotNegative = 0.1
 
     def __call__(self, progress: Progress) -> float:
         """The weight at a pass rate."""

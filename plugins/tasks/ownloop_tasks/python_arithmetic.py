@@ -6,10 +6,12 @@ because a small model continues a pattern better than it follows an instruction.
 
 import random
 from dataclasses import dataclass
-from typing import get_args
+from typing import Annotated
+
+from pydantic import Field, PositiveInt
 
 from ownloop_sandbox import Sandbox, find_way, run_python
-from rl.checks import check_at_least, check_known, check_types
+from rl.configuration import configuration
 from rl.envs.procedural import eval_set, train_stream
 from rl.protocols import Done, Observation, Reply
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
@@ -18,28 +20,19 @@ from rl.types import Answer
 _EXAMPLE = "Question: What is 27 times 45, minus 8?\nPython: print(27 * 45 - 8)\nOutput: 1207\nAnswer: 1207\n\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class PythonArithmetic:
     """Compute a times b, plus or minus c. Reward 1 for the right answer, 0 for anything else."""
 
-    num_digits: int = 3
+    num_digits: Annotated[int, Field(ge=1, le=9)] = 3
     """Digits of every number, between 1 and 9."""
-    max_turns: int = 3
+    max_turns: PositiveInt = 3
     """Most lines that the model may write, at least 1."""
-    time_limit_s: float = 2.0
+    time_limit_s: Annotated[float, Field(ge=0.1)] = 2.0
     """Most seconds that a line of code may run."""
     sandbox: Sandbox = "auto"
     """Where the model's code runs: `auto` takes what works on this host. `none` is no sandbox: the code may do all that
     the current user may do, and is limited in time, memory and output only."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
-        check_known("PythonArithmetic.sandbox", self.sandbox, get_args(Sandbox))
-        check_types(self)
-        if not 1 <= self.num_digits <= 9:
-            raise ValueError(f"PythonArithmetic.num_digits is {self.num_digits}; it must be between 1 and 9")
-        check_at_least(1, **{"PythonArithmetic.max_turns": self.max_turns})
-        check_at_least(0.1, **{"PythonArithmetic.time_limit_s": self.time_limit_s})
 
     @property
     def name(self) -> str:

@@ -9,12 +9,11 @@ import asyncio
 import functools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ownloop_tasks.judged import Judgement
-from rl.checks import check_above_zero, check_known, check_types
+from rl.configuration import Positive, configuration
 from rl.protocols import Prompt
 from rl.rollouts.rendering import Renderer
 from rl.system.hf_config import read_config_file
@@ -23,7 +22,7 @@ from rl.types import PathOrName
 Dtype = Literal["float32", "bfloat16"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class RewardModel:
     """A judge for `ownloop_tasks.judged.JudgedEnv`. The reward is the model's value after the end of the last answer.
 
@@ -35,16 +34,10 @@ class RewardModel:
     device: str = "cpu"
     """Where it computes, such as "cpu" or "cuda:1". A GPU needs room beside what runs on it."""
     dtype: Dtype = "float32"
-    time_limit_s: float = 180.0
+    time_limit_s: Positive = 180.0
     """Most seconds until a conversation is rated, with those before it."""
     failure_reward: float | None = None
     """See `ownloop_tasks.judged.Judge.failure_reward`."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
-        check_known("RewardModel.dtype", self.dtype, get_args(Dtype))
-        check_types(self)
-        check_above_zero(**{"RewardModel.time_limit_s": self.time_limit_s})
 
     def check(self) -> None:
         """Raises ValueError if the folder does not hold a sequence classifier with one label."""

@@ -23,12 +23,21 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Field, PositiveInt
 
 from ownloop_tasks.mcp_server import MCPServer, ServerLostError, Tool
-from rl.checks import are_parts, check_above_zero, check_at_least, check_known, check_types, named_function
-from rl.protocols import AroundProblem, Done, Env, Episode, Observation, Problem, Prompt, Reply, best_reward_of
-from rl.rollouts.guard import EnvironmentFailedError, call_environment, require_env, time_limit_of, words_of
+from rl.checks import are_parts, named_function
+from rl.configuration import Positive, Several, configuration
+from rl.protocols import AroundProblem, Done, Episode, Observation, Problem, Prompt, Reply, best_reward_of
+from rl.rollouts.guard import (
+    Environment,
+    EnvironmentFailedError,
+    call_environment,
+    time_limit_of,
+    words_of,
+)
 from rl.types import Answer
 
 ShowTools = Literal["template", "system"]
@@ -70,13 +79,13 @@ class ToolCall:
     """A sentence for the model about a malformed call; empty for a well-formed one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class ToolEnv:
     """A single-turn environment whose questions the model may answer with the help of tools."""
 
-    env: Env
+    env: Environment
     """The source of questions, whose prompts are chats, and of the reward for the last message."""
-    tools: tuple[str | MCPServer, ...]
+    tools: Annotated[Several[str | MCPServer], Field(min_length=1)]
     """Functions as "module:function", with type hints and a docstring that describes every argument under `Args:`; and
     servers, which bring all their tools."""
     tool_format: ToolFormat = "hermes"
@@ -84,21 +93,15 @@ class ToolEnv:
     show_tools: ShowTools = "template"
     """How the model learns of the tools: by its chat template, or, for a template that knows no tools, by a system
     message in Hermes' format."""
-    max_turns: int = 4
+    max_turns: PositiveInt = 4
     """Most messages of the model. The last one is the answer, even if it calls tools."""
-    tool_time_limit_s: float = 10.0
+    tool_time_limit_s: Positive = 10.0
     """Most seconds for one call of a tool."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        check_known("ToolEnv.tool_format", self.tool_format, get_args(ToolFormat))
-        check_known("ToolEnv.show_tools", self.show_tools, get_args(ShowTools))
-        check_types(self)
-        require_env(self.env)
         if self.show_tools == "system" and self.tool_format != "hermes":
             raise ValueError(f"ToolEnv.tool_format is {self.tool_format!r}; show_tools 'system' needs 'hermes'")
-        check_at_least(1, **{"ToolEnv.max_turns": self.max_turns, "the number of ToolEnv.tools": len(self.tools)})
-        check_above_zero(**{"ToolEnv.tool_time_limit_s": self.tool_time_limit_s})
         _check_names([_tool(path) for path in self.tools if isinstance(path, str)])
 
     @property

@@ -304,9 +304,9 @@ def test_wrong_files_and_fields_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"num_eval is 90, but code problems of .* has only \d+ held-out problems"):
         _env(tmp_path, _rows(20)).eval_problems(90)
     for options, message in (
-        ({"template": "Code!"}, r"template is 'Code!'; it must contain \{question\}"),
-        ({"time_limit_s": 0.0}, r"time_limit_s is 0.0; it must be at least 0.1"),
-        ({"sandbox": "chroot"}, r"sandbox is 'chroot', which is not known"),
+        ({"template": "Code!"}, r"template is 'Code!'"),
+        ({"time_limit_s": 0.0}, r"time_limit_s is 0.0"),
+        ({"sandbox": "chroot"}, r"sandbox is 'chroot'"),
     ):
         with pytest.raises(ValueError, match=message):
             CodeProblems(dataset="x", **options)  # type: ignore[arg-type]

@@ -234,11 +234,11 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"template": "{prompt}"}, r"template is '\{prompt\}'; it must contain \{answer\}"),
+        ({"template": "{prompt}"}, r"template is '\{prompt\}'"),
         ({"lowest": 10}, "Judge.highest is 10.0; it must be above Judge.lowest, 10"),
         ({"score_pattern": "("}, r"Judge.score_pattern is '\('"),
-        ({"max_concurrent": 0}, "Judge.max_concurrent is 0; it must be at least 1"),
-        ({"time_limit_s": 0}, "Judge.time_limit_s is 0; it must be above 0"),
+        ({"max_concurrent": 0}, "Judge.max_concurrent is 0"),
+        ({"time_limit_s": 0}, "Judge.time_limit_s is 0"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

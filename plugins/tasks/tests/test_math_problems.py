@@ -367,8 +367,8 @@ def test_numbers_of_a_column_are_the_text_that_they_say(tmp_path: Path, value: A
         ({"train_split": "tran"}, "sums.jsonl', which cannot be loaded: Unknown split"),
         ({"dataset": "no.jsonl"}, "dataset is 'no.jsonl', which cannot be loaded: there is no such file"),
         ({"dataset": "nobody/nothing"}, "dataset is 'nobody/nothing', which cannot be loaded: .*nobody/nothing"),
-        ({"template": "Solve this."}, r"template is 'Solve this.'; it must contain \{question\}"),
-        ({"answer_form": "bxed"}, "answer_form is 'bxed', which is not known; did you mean 'boxed'"),
+        ({"template": "Solve this."}, r"template is 'Solve this.'"),
+        ({"answer_form": "bxed"}, "answer_form is 'bxed'"),
         ({"question": "number"}, "column 'number': row 0 is None; text or a number is needed"),
     ],
 )

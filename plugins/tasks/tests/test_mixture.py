@@ -141,7 +141,7 @@ def test_a_mixture_is_an_environment_without_faults() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="a Mixture has 1 tasks; it needs at least 2"):
         Mixture(two=Task(TWO))
-    with pytest.raises(ValueError, match=r"Task.weight is -1; it must be in \[0, "):
+    with pytest.raises(ValueError, match=r"Task.weight is -1"):
         Task(FOUR, weight=-1)
     with pytest.raises(ValueError, match=r"Mixture.four is LargestNumber.*; it must be a Task"):
         Mixture(two=Task(TWO), four=FOUR)  # pyright: ignore[reportArgumentType]
@@ -169,12 +169,12 @@ def test_mistakes_are_named() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Task(TWO, weight=float("nan")), r"Task.weight is nan; it must be in \[0, "),
+        (lambda: Task(TWO, weight=float("nan")), r"Task.weight is nan"),
         (lambda: Task(TWO, weight=float("inf")), r"Task.weight is inf"),
-        (lambda: Task(TWO, weight=cast("Any", "1")), r"Task.weight is '1'; it must be a number or a Callable"),
+        (lambda: Task(TWO, weight=cast("Any", "1")), r"Task.weight is '1'"),
         (lambda: Task(cast("Any", None)), r"env is a NoneType"),
-        (lambda: Ramp(((0, 1.0), (5, -0.1))), r"the weight of Ramp.points at 5 is -0.1; it must be in \[0, "),
-        (lambda: Ramp(((0, float("nan")),)), r"the weight of Ramp.points at 0 is nan"),
+        (lambda: Ramp(((0, 1.0), (5, -0.1))), r"Ramp.points\[1\]\[1\] is -0.1"),
+        (lambda: Ramp(((0, float("nan")),)), r"Ramp.points\[0\]\[1\] is nan"),
         (lambda: WhileUnsolved(0.5, afterwards=-1), r"WhileUnsolved.afterwards is -1"),
         (lambda: WhileUnsolved(float("nan")), r"WhileUnsolved.pass_rate is nan"),
     ],

@@ -364,17 +364,17 @@ def test_the_template_or_a_system_message_shows_the_tools(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tools": ()}, "the number of ToolEnv.tools is 0; it must be at least 1"),
+        ({"tools": ()}, r"ToolEnv.tools is \(\)"),
         (
             {"tools": ("ownloop_tasks.calculator:add",)},
             "holds 'ownloop_tasks.calculator:add', which cannot be a tool: .*'add'",
         ),
         ({"tools": (f"{HERE}:undocumented",)}, "cannot be a tool: .*no docstring"),
         ({"tools": (CALCULATE, CALCULATE)}, "two functions of one name: calculate, calculate"),
-        ({"tool_format": "herms"}, "tool_format is 'herms', which is not known; did you mean 'hermes'"),
+        ({"tool_format": "herms"}, "tool_format is 'herms'"),
         ({"tool_format": "llama3_json", "show_tools": "system"}, "show_tools 'system' needs 'hermes'"),
-        ({"max_turns": 0}, "ToolEnv.max_turns is 0; it must be at least 1"),
-        ({"tool_time_limit_s": 0}, "ToolEnv.tool_time_limit_s is 0; it must be above 0"),
+        ({"max_turns": 0}, "ToolEnv.max_turns is 0"),
+        ({"tool_time_limit_s": 0}, "ToolEnv.tool_time_limit_s is 0"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

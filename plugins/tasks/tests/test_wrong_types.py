@@ -40,9 +40,9 @@ def test_a_field_of_another_type_is_named(kind: Any, field: str, value: object) 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda x: MCPServer(command=("true", *x)), r"MCPServer.command\[1\] is 3; it must be a str"),
-        (lambda x: Ramp(points=((0, 1.0), x)), r"Ramp.points\[1\]\[1\] is 'a'; it must be a number"),
-        (lambda x: ToolEnv(env=LargestNumber(), tools=x), r"ToolEnv.tools\[0\] is 3; it must be a str or a MCPServer"),
+        (lambda x: MCPServer(command=("true", *x)), r"MCPServer.command\[1\] is 3"),
+        (lambda x: Ramp(points=((0, 1.0), x)), r"Ramp.points\[1\]\[1\] is 'a'"),
+        (lambda x: ToolEnv(env=LargestNumber(), tools=x), r"ToolEnv.tools\[0\] is 3"),
     ],
 )
 @pytest.mark.parametrize("container", [tuple, list])

@@ -9,12 +9,13 @@ import io
 import random
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from PIL import Image, ImageDraw
+from pydantic import Field
 
-from rl.checks import check_types
+from rl.configuration import configuration
 from rl.envs.procedural import TextProblem, eval_set, train_stream
 from rl.system.disk import cache_directory
 
@@ -33,18 +34,12 @@ _SIZE = 64  # pixels of a side: four features in the tiny models
 _SPREAD = 25  # how far a shade may be from the typical one, of 255
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class GuessColour:
     """Name the colour of the square in a picture. Reward 1 for exactly its name, 0 for anything else."""
 
-    num_colours: int = 6
+    num_colours: Annotated[int, Field(ge=2, le=len(COLOURS))] = 6
     """How many of the colours occur, from 2 to 6."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
-        check_types(self)
-        if not 2 <= self.num_colours <= len(COLOURS):
-            raise ValueError(f"GuessColour.num_colours is {self.num_colours}; it must be from 2 to {len(COLOURS)}")
 
     @property
     def name(self) -> str:

@@ -9,18 +9,18 @@ A tenth of the rows is held out, chosen by their content. Files of images stay o
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ownloop_vision.qwen_images import file_bytes
-from rl.checks import check_types, named_function
+from rl.checks import named_function
+from rl.configuration import configuration
 from rl.data.rows import load_columns, python_order, split, stream, text_of
 from rl.envs.procedural import TextProblem
 from rl.types import PathOrName
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class ImageRows:
     """Answer a question about one image or several. Reward 1 for exactly the answer, or what `reward` returns."""
 
@@ -45,7 +45,6 @@ class ImageRows:
 
     def __post_init__(self) -> None:
         """Reads the data set. Raises ValueError naming the field, the value and what is accepted."""
-        check_types(self)
         if bool(self.question) == bool(self.question_column):
             raise ValueError(
                 f"ImageRows.question is {self.question!r} and question_column {self.question_column!r}; one of them "

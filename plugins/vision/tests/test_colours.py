@@ -18,7 +18,7 @@ def test_the_environment_has_no_fault() -> None:
 
 @pytest.mark.parametrize("num_colours", [1, 7])
 def test_a_number_of_colours_that_there_are_not_is_refused(num_colours: int) -> None:
-    with pytest.raises(ValueError, match=f"num_colours is {num_colours}; it must be from 2 to 6"):
+    with pytest.raises(ValueError, match=f"num_colours is {num_colours}"):
         GuessColour(num_colours=num_colours)
 
 

@@ -87,7 +87,7 @@ def test_gpu_logic_processes_on_the_same_gpus_take_turns(tmp_path: Path, monkeyp
     note(monkeypatch, LLMEngine, "wake_up", wake_up)
     note(monkeypatch, LLMEngine, "add_request", samples)
     folder = RunFolder(tmp_path / "run", config := colocated(served_llama(tmp_path / "model", tied=True)))
-    assert (config.trainer.placement, config.generator.placement) == ("colocated", "colocated")
+    assert (config.policy_config.placement, config.generator_config.placement) == ("colocated", "colocated")
     asyncio.run(accumulate.train(config, folder, Console(io.StringIO())))
     steps = [row for row in folder.metrics() if "grad_norm" in row]
     assert [row["policy_version"] for row in steps] == [1, 2]
@@ -109,6 +109,6 @@ def test_a_placement_is_one_field_for_all_processes() -> None:
     shared = colocated(Path("model"))
     split = replace(shared, placement="split")
     for config in (shared, split):
-        assert {config.trainer.placement, config.generator.placement} == {config.placement}
+        assert {config.policy_config.placement, config.generator_config.placement} == {config.placement}
     with pytest.raises(ValueError, match="'together'"):
         replace(shared, placement="together")  # pyright: ignore[reportArgumentType]

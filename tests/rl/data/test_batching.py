@@ -115,9 +115,9 @@ def _with(name: str, values: Any) -> Datum:
         (replace(_valid(), routes=np.zeros((3, 1, 1), np.uint8)), r"batch\[1\] and batch\[0\] differ in having routes"),
         (replace(_valid(), temperature=0.0), r"batch\[1\].temperature is 0.0; it must be finite and above 0"),
         (replace(_valid(), temperature=1e300), r"batch\[1\].temperature is 1e\+300; it must be finite and above 0"),
-        (replace(_valid(), temperature=cast("float", "1")), r"batch\[1\].temperature is '1'; it must be a number"),
-        (replace(_valid(), loss_inputs=cast("Any", [1])), r"batch\[1\].loss_inputs is \[1\]; it must be a Mapping"),
-        (replace(_valid(), kept=cast("Any", [1])), r"batch\[1\].kept is \[1\]; it must be a KeptSets or None"),
+        (replace(_valid(), temperature=cast("float", "1")), r"batch\[1\].temperature is '1'"),
+        (replace(_valid(), loss_inputs=cast("Any", [1])), r"batch\[1\].loss_inputs is \[1\]"),
+        (replace(_valid(), kept=cast("Any", [1])), r"batch\[1\].kept is \[1\]"),
         (
             _with("logprobs", np.array([0, 1e300, 0])),
             r"\['logprobs'\]\[1\] is 1e\+300; every value must be finite, in fl",

@@ -83,7 +83,7 @@ def test_reward_is_the_tasks_own() -> None:
     [
         ({"task": "spell_backwrd"}, "did you mean 'spell_backward'"),
         ({"task": "spell_backward", "params": {"max_word_length": 4}}, "did you mean 'max_word_len'"),
-        ({"task": "spell_backward", "template": "Go."}, "must contain {question}"),
+        ({"task": "spell_backward", "template": "Go."}, "should contain {question}"),
         ({"task": "spell_backward", "params": {"size": 9}}, "has 'size', which every run sets itself"),
         ({"task": "spell_backward", "params": {"seed": 9}}, "has 'seed', which every run sets itself"),
         ({"task": "spell_backward", "params": {"min_word_len": 9, "max_word_len": 3}}, "spell_backward refuses it: "),

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from rl.checks import check_types
 from rl.data.sources import EnvExamples, EnvPreferences, JsonlExamples, JsonlPreferences
 from rl.envs.jsonl import JsonlReward
 from rl.envs.largest_number import LargestNumber
@@ -32,13 +31,13 @@ def test_a_field_of_another_type_is_named(kind: Any, field: str, value: object) 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda x: NumberWords(num_digits=x), r"NumberWords.num_digits\[1\] is 'a'; it must be a whole number"),
+        (lambda x: NumberWords(num_digits=x), r"NumberWords.num_digits\[1\] is 'a'"),
         (lambda x: SamplingParams(max_tokens=1, stop_token_ids=x), r"SamplingParams.stop_token_ids\[1\] is 'a'"),
-        (lambda x: ReasoningGym(task="chain_sum", stop=x), r"ReasoningGym.stop\[0\] is 3; it must be a str"),
-        (lambda x: ReasoningGym(task="chain_sum", params={x[0]: 1}), r"a name in ReasoningGym.params is 3; it must be"),
+        (lambda x: ReasoningGym(task="chain_sum", stop=x), r"ReasoningGym.stop\[0\] is 3"),
+        (lambda x: ReasoningGym(task="chain_sum", params={x[0]: 1}), r"ReasoningGym.params\[3\] is 3"),
         (
             lambda x: AdamParams(learning_rate=1e-3, learning_rate_multipliers={"*": x[1]}),
-            r"AdamParams.learning_rate_multipliers\['\*'\] is 'a'; it must be a number",
+            r"AdamParams.learning_rate_multipliers\['\*'\] is 'a'",
         ),
     ],
 )
@@ -54,7 +53,7 @@ def test_files_of_examples_are_named_by_paths_or_texts(kind: Any) -> None:
         path=Path("rows.jsonl"), eval_path=Path("others.jsonl")
     )
     for options, field in (({"path": None}, "path is None"), ({"path": Path("x"), "eval_path": 5}, "eval_path is 5")):
-        with pytest.raises(ValueError, match=rf"{kind.__name__}\.{field}; it must be a Path"):
+        with pytest.raises(ValueError, match=rf"{kind.__name__}\.{field}"):
             kind(**options)
 
 
@@ -72,13 +71,6 @@ def test_lists_and_names_of_files_may_stand_for_tuples_and_paths(tmp_path: Path)
     assert (env.file, env.fields, env.stop) == (file, ("answer",), ("\n",))
     assert len(env.train_problems(seed=0, start=0, count=2)) == 2
     assert SamplingParams(max_tokens=1, stop=options["stop"]).stop == ("\n",)
-
-
-def test_a_check_says_whose_field_it_is() -> None:
-    params = SamplingParams(max_tokens=1)
-    object.__setattr__(params, "seed", "1")
-    with pytest.raises(ValueError, match=r"batch\[3\]\.seed is '1'; it must be a whole number or None"):
-        check_types(params, "batch[3]")
 
 
 @pytest.mark.parametrize(("module", "content", "said"), FAILING_MODULES)

@@ -197,7 +197,7 @@ def _half_square(
         ("pppo", {}, "'pppo', which is not known; did you mean 'ppo'"),
         ("ppo", {"clip_hi_threshold": 1.0}, "did you mean 'clip_high_threshold'"),
         ("ppo", {"clip_high_threshold": float("nan")}, "clip_high_threshold.*nan.*finite"),
-        ("ppo", {"clip_low_threshold": -0.1}, "clip_low_threshold.*at least 0"),
+        ("ppo", {"clip_low_threshold": -0.1}, "clip_low_threshold.* is -0.1"),
         ("ppo", {"clip_low_threshold": 1.3}, "must not exceed clip_high_threshold 1.2"),
         ("ppo", {"clip_low_threshold": "0.8"}, "clip_low_threshold.*'0.8'.*number"),
         ("ppo", {"clip_low_threshold": True}, "clip_low_threshold.*True.*number"),

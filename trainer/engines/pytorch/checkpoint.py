@@ -31,7 +31,6 @@ import xxhash
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rl.checks import is_of
 from rl.system.disk import read_json
 from rl.system.ranks import all_gather, num_ranks, own_rank
 from trainer.engines.pytorch.checkpoint_reader import CheckpointReader
@@ -305,7 +304,7 @@ class CheckpointSaver:
         `path` exists and ownloop did not write it, or if it cannot be written; and OSError, on every rank, if there is
         no room for `size_bytes` or one cannot write.
         """
-        if keep_last is not None and not (is_of(keep_last, int) and keep_last >= 1):
+        if keep_last is not None and (not isinstance(keep_last, int) or keep_last is True or keep_last < 1):
             raise ValueError(f"keep_last is {keep_last!r}; it must be at least 1, and a whole number")
         self.wait()
         path = path.absolute()
