@@ -13,9 +13,9 @@ from pydantic import Field, PositiveInt
 
 from rl.checks import check_at_least
 from rl.configuration import AnyPath, Gpus, Positive, check_gpus, configuration, one_of
+from rl.deadlines import Deadlines
 from rl.images import TokensWithImages, images_of
 from rl.lora import LivePolicy, Policy
-from rl.system.deadlines import Deadlines
 from rl.system.hf_config import (
     find_family,
     is_tied,

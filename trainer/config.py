@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, PositiveInt
 
 from rl.configuration import AnyPath, Gpus, Seed, check_gpus, configuration, one_of
+from rl.deadlines import Deadlines
 from rl.lora import LoRAConfig
-from rl.system.deadlines import Deadlines
 from rl.system.hardware import cpu_malloc_env, cpu_thread_env, sees_gpu
 from rl.types import AdamParams, Head, HeadDtype, MuonParams, Placement
 from trainer.engine_table import all_engines, find_engine

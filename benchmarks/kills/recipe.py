@@ -1,7 +1,6 @@
 """One CPU core: a tiny model that learns to say even words, in a run to which a fault may happen."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,15 @@ from benchmarks.kills.strike import with_fault
 from controller.loops import grpo, grpo_async
 from controller.runs import Loop
 from generator.config import GeneratorConfig
+from rl.configuration import configuration
+from rl.deadlines import Deadlines
 from rl.lora import LoRAConfig
-from rl.system.deadlines import Deadlines
 from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
 from trainer.config import TrainerConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class FaultyGRPOConfig(grpo.GRPOConfig):
     """`grpo`, with a fault if the environment says so."""
 
@@ -25,7 +25,7 @@ class FaultyGRPOConfig(grpo.GRPOConfig):
         return with_fault(grpo.train)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class FaultyGRPOAsyncConfig(grpo_async.GRPOAsyncConfig):
     """`grpo_async`, with a fault if the environment says so."""
 

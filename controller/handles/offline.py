@@ -1,15 +1,15 @@
 """The generator of a replay: its rollouts were recorded, so it samples nothing and has no process."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from generator.config import GeneratorConfig
+from rl.configuration import configuration
 from rl.lora import LivePolicy, Policy
 from rl.protocols import Generator
 from rl.types import Completion, PullMode, SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class OfflineGeneratorConfig(GeneratorConfig):
     """Marks a run without a generator: no process is started, and no process pulls the pushed weights."""
 

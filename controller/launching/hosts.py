@@ -93,7 +93,7 @@ def check_no_hosts_expected() -> None:
     if run_hosts.get() is not None:
         raise ValueError(
             "the run has hosts, and its loop would start all processes on this one; have the loop pass them on: "
-            "launch(model, config.trainer, config.generator, log_dir, config.hosts), or Launcher(log_dir, config.hosts)"
+            "launch(model, trainer, generator, log_dir, config.hosts), or Launcher(log_dir, config.hosts)"
         )
 
 

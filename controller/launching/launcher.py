@@ -41,7 +41,7 @@ async def launch(
 ) -> AsyncGenerator[tuple[Trainer, Generator]]:
     """Starts a model's trainer and generator side by side; their processes end with the block.
 
-        async with launch(model, config.trainer, config.generator, log_dir, config.hosts) as (trainer, generator):
+        async with launch(model, TrainerConfig(), GeneratorConfig(), log_dir) as (trainer, generator):
             ...
 
     A loop that needs other or more processes uses `Launcher`, and may expect the same errors.
@@ -60,9 +60,9 @@ class Launcher:
 
         async with Launcher(log_dir, config.hosts) as launcher:
             trainer, reference, generator = await asyncio.gather(
-                launcher.trainer(model, config.trainer, generator=config.generator),
-                launcher.reference(model, config.trainer),
-                launcher.generator(model, config.generator),
+                launcher.trainer(model, config.policy_config, generator=config.generator_config),
+                launcher.reference(model, config.policy_config),
+                launcher.generator(model, config.generator_config),
             )
 
     A call checks its arguments at once and takes the host's next free GPUs; the processes start with the next await.

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from controller.processes.errors import DeadlineError, HostLostError, MeshError
 from controller.processes.rank_processes import RankProcesses
-from rl.system.deadlines import Deadlines
+from rl.deadlines import Deadlines
 from rl.system.timeline import span
 
 T = TypeVar("T")

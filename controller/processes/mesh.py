@@ -43,7 +43,7 @@ from controller.processes.place import Place, ThisHost
 from controller.processes.rank import Rank, answering
 from controller.processes.rank_processes import RankProcesses
 from controller.processes.rank_start import RankProcess, command_of_rank, prepare_ranks
-from rl.system.deadlines import Deadlines
+from rl.deadlines import Deadlines
 from rl.system.disk import check_temporary_folder
 from rl.system.hardware import allow_open_files, without_garbage_collection
 

@@ -84,6 +84,11 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
+        own = vars(type(self))
+        if "__dataclass_fields__" in own and "__pydantic_validator__" not in own:
+            raise ValueError(
+                f"{type(self).__name__} is a plain dataclass; derive it with rl.configuration.configuration"
+            )
         check_observers(self.log)
         self.trainer.check_optimizer(self.optim(self.learning_rate))
         if self.lora is None and self.trainer.lora is not None:

@@ -10,7 +10,7 @@ import pytest
 from controller.handles.generator_handle import GeneratorHandle
 from controller.processes.errors import DeadlineError
 from generator.config import GeneratorConfig
-from rl.system.deadlines import Deadlines
+from rl.deadlines import Deadlines
 from rl.types import SamplingParams
 from tests.e2e.weight_meshes import GREEDY, PROMPTS, running_generator, working
 from tests.generator.served_models import served_llama

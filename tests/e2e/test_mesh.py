@@ -19,7 +19,7 @@ import pytest
 from controller.launching.launcher import Launcher
 from controller.processes.errors import DeadlineError, MeshError
 from controller.processes.mesh import Mesh, how_it_died
-from rl.system.deadlines import Deadlines
+from rl.deadlines import Deadlines
 from tests.e2e.toy_actor import Toy
 from tests.waiting import LIMIT_S, has_ended, wait_for_end, wait_for_ends, wait_for_line, wait_until
 
@@ -32,7 +32,7 @@ import asyncio, atexit, pathlib, sys
 import monarch.actor
 from monarch._src.actor import actor_mesh
 from controller.processes.mesh import Mesh
-from rl.system.deadlines import Deadlines
+from rl.deadlines import Deadlines
 from tests.e2e.toy_actor import Toy
 
 async def main():

@@ -15,7 +15,7 @@ from ownloop_hosts.host_agent import RankStates
 from ownloop_hosts.other_hosts import RemoteRanks
 from ownloop_hosts.remote_host import Host, HostError
 from plugins.hosts.tests.fake_hosts import fake_host, listener
-from rl.system.deadlines import Deadlines
+from rl.deadlines import Deadlines
 from tests.waiting import VirtualLoop, run_virtual
 
 LOST_AFTER_S = 20.0

@@ -15,7 +15,7 @@ from controller.processes.errors import DeadlineError, MeshError, RequestTimeout
 from controller.processes.mesh import Mesh
 from generator.config import GeneratorConfig
 from generator.engine_calls import EngineStatus, EngineStoppedError
-from rl.system.deadlines import Deadlines
+from rl.deadlines import Deadlines
 from rl.types import SamplingParams
 from tests.waiting import run_virtual
 

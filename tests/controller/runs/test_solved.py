@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +9,7 @@ import pytest
 
 from controller.processes.errors import TrainingStoppedError
 from controller.runs import Console, LoopConfig, Run, RunFolder
+from rl.configuration import configuration
 from rl.protocols import Trainer
 from rl.types import Completion, Group, Rollout, Turn
 from tests.controller.runs.test_checkpoints import FileTrainer
@@ -23,7 +23,7 @@ class Modest:
     best_reward = 0.7
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class Config(LoopConfig):
     """A loop with an environment."""
 
