@@ -54,8 +54,8 @@ class SamplingParams:
     prompt_logprobs: bool = False
     """Also returns log-probs of the prompt's tokens. The prefix cache is then not used for the prompt."""
     topk_prompt_logprobs: Annotated[int, Field(ge=-1, le=MAX_TOPK_LOGPROBS)] = 0
-    """As `prompt_logprobs`, of so many most probable tokens at every position too, at most 20; -1 stands for all tokens,
-    which the option `max_logprobs` of vLLM has to allow. Not recorded."""
+    """As `prompt_logprobs`, of so many most probable tokens at every position too, at most 20; -1 stands for all
+    tokens, which the option `max_logprobs` of vLLM has to allow. Not recorded."""
 
     @property
     def most_kept(self) -> int:
