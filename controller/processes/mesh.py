@@ -210,7 +210,7 @@ class Mesh:
         try:
             made = await mesh._loaded(process, actor, loads, deadlines)
             async with asyncio.timeout(deadlines.first_s):
-                await prepare_ranks(process, *await place.master())
+                await prepare_ranks(process, place.address)
             mesh.actors = procs.spawn(name, answering(made), *args)
         except TimeoutError:
             await mesh.stop()

@@ -6,7 +6,6 @@ variable is not set, the names are the numbers of all GPUs.
 """
 
 import os
-import socket
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -14,8 +13,6 @@ from typing import Any, Protocol
 
 from controller.processes.rank_processes import RankProcesses
 from rl.system.hardware import is_cpu_build
-
-_LOOPBACK = "127.0.0.1"
 
 
 class RunFiles(Protocol):
@@ -94,8 +91,9 @@ class Place(Protocol):
         """The running processes. Before they run there are no `pids`."""
         ...
 
-    async def master(self) -> tuple[str, int]:
-        """Address and port at which the ranks find each other."""
+    @property
+    def address(self) -> str:
+        """Address of the host of rank 0, at which the other ranks find it."""
         ...
 
     def files(self, num_ranks: int) -> RunFiles:
@@ -123,6 +121,8 @@ class ThisHost:
 
     num_hosts = 1
     has_gpu = None
+    address = "127.0.0.1"
+    """No other host can connect there."""
 
     def host_mesh(self, mesh: str) -> Any:
         """The host itself."""
@@ -150,10 +150,6 @@ class ThisHost:
         del mesh
         return RankProcesses(pids, log_files)
 
-    async def master(self) -> tuple[str, int]:
-        """No other host can connect there."""
-        return _LOOPBACK, free_port(_LOOPBACK)
-
     def files(self, num_ranks: int) -> RunFiles:
         """The controller's."""
         return FilesHere(num_ranks)
@@ -166,12 +162,6 @@ class ThisHost:
 
     async def release(self, host_mesh: Any) -> None:
         """Nothing to give up."""
-
-
-def free_port(address: str) -> int:
-    """A free TCP port of this host."""
-    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
-        return int(server.getsockname()[1])
 
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"

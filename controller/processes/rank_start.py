@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from controller.processes.place import Place
 from controller.processes.rank_processes import answer_stack_signal
 from rl.system.hardware import without_garbage_collection
 
+_held_ports: list[socket.socket] = []
 _LOG_FILE = "OWNLOOP_LOG_FILE"
 _MODULE_FOLDERS = "OWNLOOP_MODULE_FOLDERS"
 
@@ -37,11 +39,28 @@ class RankProcess(SPMDActor):
         return os.getpid()
 
     @endpoint
+    def hold_port(self) -> int:
+        """See the function."""
+        return hold_port()
+
+    @endpoint
     def load(self, modules: Sequence[str]) -> None:
         """Imports modules."""
         with without_garbage_collection():
             for module in modules:
                 import_module(module)
+
+
+def hold_port() -> int:
+    """A TCP port of this host, for torch's store, that the kernel gives to nobody else while this process lives.
+
+    The socket is bound and does not listen, so that torch, which allows addresses to be reused, can bind to it too.
+    """
+    held = socket.socket(socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    _held_ports.append(held)
+    return int(held.getsockname()[1])
 
 
 def command_of_rank(
@@ -63,12 +82,13 @@ def module_folders() -> list[str]:
     return [str(each) for each in folders if each.is_dir() and not any(map(each.is_relative_to, installed))]
 
 
-async def prepare_ranks(processes: Any, address: str, port: int) -> None:
-    """Gives processes the address of rank 0, and ends their `RankProcess` actors, whose last work this is.
+async def prepare_ranks(processes: Any, address: str) -> None:
+    """Gives processes the address and a port of rank 0, and ends their `RankProcess` actors, whose last work this is.
 
     Monarch would look at them again and again, and keep some memory each time.
     """
-    await processes.setup_env.call(address, port)
+    of_rank_0, *_ = (await processes.hold_port.call()).values()
+    await processes.setup_env.call(address, of_rank_0)
     await processes.stop("the process is ready")
 
 

@@ -16,7 +16,7 @@ from monarch.actor import attach_to_workers
 
 from controller.launching.hosts import Tell
 from controller.processes.errors import HostLostError
-from controller.processes.place import free_port, gpu_env
+from controller.processes.place import gpu_env
 from controller.processes.rank_processes import RankProcesses, stacks_text
 from ownloop_hosts.connections import forwarded_env, own_address_towards
 from ownloop_hosts.host_agent import CONTROLLER_VARIABLE
@@ -98,10 +98,10 @@ class OtherHosts:
                 await answer
         return RemoteRanks(key, self.hosts, pids, log_files)
 
-    async def master(self) -> tuple[str, int]:
-        """The first host, by its address: its name may mean 127.0.1.1 there."""
-        first = self.hosts[0]
-        return first.facts.address, await first.ask(free_port, first.facts.address)
+    @property
+    def address(self) -> str:
+        """Not the first host's name, which may mean 127.0.1.1 there."""
+        return self.hosts[0].facts.address
 
     def files(self, num_ranks: int) -> HostFiles:
         """Those that ranks write on these hosts are collected."""
