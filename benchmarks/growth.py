@@ -79,7 +79,7 @@ class Point:
 
     @property
     def share(self) -> float:
-        """Of the limit; 1 is as fast as can be."""
+        """The part of the limit that was reached; 1 is as fast as can be."""
         return self.limit / self.seconds
 
 

@@ -14,5 +14,5 @@ class IdleRank(Actor):
 
     @endpoint
     async def answer(self) -> str:
-        """Its id."""
+        """The process id."""
         return self._id

@@ -13,8 +13,8 @@ from rl.system.disk import cache_directory
 def locked_python(lock: Path) -> Path:
     """The interpreter of an environment with exactly the packages of a lock file, such as `requirements/trl.lock`.
 
-    Making it takes a minute or two. pip looks for packages, torch's CPU build among them, where its own configuration
-    points. Raises CalledProcessError if it does not find them.
+    Making it takes a minute or two. pip takes the packages from the index that its configuration names. Raises
+    CalledProcessError if one is missing there.
     """
     pins = with_own_torch(lock, version("torch"))  # torch must fit this machine
     checksum = hashlib.sha256(pins.encode()).hexdigest()[:12]  # another lock makes another environment

@@ -64,9 +64,9 @@ class Size:
     new_tokens: int
     prefill_tokens: int
     sequences: int
-    """Of a training batch."""
+    """The sequences of a training batch."""
     train_tokens: int
-    """Of each sequence."""
+    """The tokens of each sequence."""
     rounds: int
     vocabulary: int
 

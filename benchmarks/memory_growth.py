@@ -88,7 +88,7 @@ def measure_run(minutes: float) -> dict[str, tuple[float, float]]:
 
 
 def _tiny_recipe(model: Path) -> GRPOAsyncConfig:
-    """Its learning rate is so small that the task is never solved."""
+    """A recipe whose learning rate is so small that the task is never solved."""
     return GRPOAsyncConfig(
         model=str(model),
         env=EvenWords(),

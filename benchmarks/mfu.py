@@ -97,7 +97,7 @@ def make_batch(form: tuple[int, int], num_tokens: int) -> list[Datum]:
 
 
 def name(form: tuple[int, int]) -> str:
-    """As in the names of figures."""
+    """The form as the names of figures have it."""
     return f"{form[0]}x{form[1]}"
 
 

@@ -35,7 +35,7 @@ class Look:
     at: float
     """Seconds since 1970."""
     cpu_s: Mapping[int, float]
-    """By process id."""
+    """Process id -> CPU seconds."""
 
 
 def main() -> None:

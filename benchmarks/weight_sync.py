@@ -85,7 +85,7 @@ class Measured:
     num_bytes: int
     """Size of an update."""
     form: Literal["plain", "packed"]
-    """Of the weights that vLLM multiplies with."""
+    """The form of the weights that vLLM multiplies with."""
 
 
 async def measure(model: Path, repeats: int, threads: int, dtype: str) -> Measured:

@@ -67,7 +67,7 @@ class EngineLoad:
     """What vLLM's scheduler has had to do since it was last asked: the largest numbers of all steps."""
 
     def __init__(self, engine: LLMEngine) -> None:
-        """Of an engine in this process. vLLM's own statistics are off, since they cost time in every step."""
+        """Watches the scheduler of this engine. vLLM's own statistics are off, since they cost time in every step."""
         self._largest: dict[str, float] = {}
         self._scheduler: Any = engine.engine_core.engine_core.scheduler  # pyright: ignore[reportAttributeAccessIssue]
         # Hits of the prefix cache are counted without the rest.

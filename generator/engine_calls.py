@@ -324,7 +324,7 @@ class EngineStatus:
     activity: str | None
     """The name of its work; None if it waits for a command."""
     seconds: float
-    """For how long."""
+    """How long it has lasted."""
     slowest_s: float | None
     """How long the same activity took at most so far; None if it is the first time."""
     num_steps: int

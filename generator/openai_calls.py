@@ -28,7 +28,7 @@ class OpenAICall:
     policy: Policy
     """What to sample from."""
     model: str
-    """What answers call the model."""
+    """The model's name in answers."""
     tool_parser: str = ""
     """The name of vLLM's parser that finds tool calls in the text; empty for none."""
     reasoning_parser: str = ""
@@ -46,7 +46,7 @@ class OpenAIReply:
     """The answer to a request."""
 
     status: int
-    """As of HTTP."""
+    """The status code of HTTP."""
     body: str | AsyncGenerator[str]
     """JSON; or, if the client asked for a stream, the events of `text/event-stream` as they come."""
 

@@ -19,7 +19,7 @@ Ids = NDArray[Any]
 MAX_TOPK_LOGPROBS = 20
 """vLLM's own bound of `SamplingParams.topk_prompt_logprobs`, unless `engine_args` say otherwise."""
 DEFAULT_TOP_K = 512
-"""The most words that are kept where something else than `SamplingParams.top_k` cuts the distribution."""
+"""The most tokens that are kept where something else than `SamplingParams.top_k` cuts the distribution."""
 
 
 def _check_temperature(value: float) -> float:
@@ -89,7 +89,7 @@ class KeptSets:
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[int] | Ids]) -> "KeptSets":
-        """Of sets whose tokens rise."""
+        """Makes them of sets whose tokens rise."""
         counts = [len(each) for each in sets]
         ids = np.concatenate([np.asarray(each, np.int64) for each in sets]) if any(counts) else np.zeros(0, np.int64)
         return cls(ids, np.cumsum([0, *counts], dtype=np.int64)).compact()
@@ -111,7 +111,7 @@ class KeptSets:
         return np.array_equal(self.starts, other.starts) and np.array_equal(self.ids, other.ids)
 
     def __hash__(self) -> int:
-        """Of the tokens."""
+        """The hash of the tokens."""
         return hash((self.ids.astype(np.int64).tobytes(), self.starts.tobytes()))
 
     @property
@@ -179,7 +179,7 @@ class Routes:
         return np.array_equal(self.prompt, other.prompt) and np.array_equal(self.sampled, other.sampled)
 
     def __hash__(self) -> int:
-        """Of the experts of sampled tokens."""
+        """The hash of the experts of sampled tokens."""
         return hash(self.sampled.tobytes())
 
 

@@ -25,7 +25,7 @@ class Check:
 
     name: str
     what: str
-    """Its result, as a sentence."""
+    """The result of a check, as a sentence."""
     module: str
     options: tuple[str, ...] = ()
     smoke: tuple[str, ...] = ("--smoke",)

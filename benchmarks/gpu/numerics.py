@@ -48,7 +48,7 @@ class Case:
         return Case(self.engine, self.family, "float32", way="shared_prefixes" if self.way == "shared_prefixes" else "")
 
     def __str__(self) -> str:
-        """Its name in bars."""
+        """The name of this variant in the bars."""
         names = [self.engine, self.family, self.dtype, *(f"{name}" for name, _ in self.options), self.way]
         return "_".join(filter(None, names))
 
@@ -61,7 +61,7 @@ class Result:
     """Per token."""
     norms: tuple[float, ...]
     logprobs: tuple[np.ndarray, ...]
-    """Of every datum, after the last step."""
+    """The log-probs of every datum after the last step."""
 
 
 def cases(*, gpu: bool) -> list[Case]:

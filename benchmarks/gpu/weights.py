@@ -80,7 +80,7 @@ class Puller:
     """The generator."""
 
     def __init__(self, transport: str, device: torch.device) -> None:
-        """Its tensors are made at the first pull."""
+        """Takes no memory yet: the tensors are made at the first pull."""
         self._receiver = load_transport(transport).receiver(lambda value=None: value)
         self._device = device
         self._pairs: dict[int, list[Pair]] = {}
@@ -103,7 +103,7 @@ class Puller:
 
 
 def seconds_of_copy(num_bytes: int, device: torch.device) -> float:
-    """Of a copy within the device, the median of nine."""
+    """How long a copy within the device takes, the median of nine."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     seconds: list[float] = []

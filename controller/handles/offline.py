@@ -43,5 +43,5 @@ class OfflineGenerator:
 
 
 async def offline_generator() -> Generator:
-    """As a launcher starts one."""
+    """The generator of a replay; a launcher starts it as any other."""
     return OfflineGenerator()

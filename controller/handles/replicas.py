@@ -54,7 +54,7 @@ class Replica:
 
     @property
     def state(self) -> ReplicaState:
-        """Its state for requests of the model itself."""
+        """The state of this replica for requests of the model itself."""
         if not self.up:
             return "down"
         return "pulling" if None in self.pulling else "outdated" if None in self.missing else "serving"

@@ -55,7 +55,7 @@ class Assignments:
     """The assignments of this host and, with a cluster, of others."""
 
     def __init__(self, beside: "Assignments | None" = None) -> None:
-        """With `beside`, shares the hosts and GPUs of another launcher."""
+        """Assigns nothing yet. With `beside`, it shares the hosts and GPUs of another launcher."""
         self._names: set[str] = set()
         self._hosts: _Shared = _Shared() if beside is None else beside._hosts
 

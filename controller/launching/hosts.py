@@ -80,7 +80,7 @@ class Hosts(Protocol):
         ...
 
     def kept(self, tell: Tell) -> AbstractAsyncContextManager[None]:
-        """Keeps what is allocated for these hosts, within a block, over launchers. `tell` hears what it waits for."""
+        """Keeps what is allocated for these hosts, within a block, over launchers. `tell` gets what it waits for."""
         ...
 
 

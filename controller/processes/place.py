@@ -42,7 +42,7 @@ class FilesHere:
     """Implements `RunFiles` for ranks that have the controller's folders: every path is itself."""
 
     def __init__(self, num_ranks: int = 1) -> None:
-        """For a mesh with this many ranks."""
+        """A place for a mesh of so many ranks."""
         self._num_ranks = num_ranks
 
     async def to_write(self, path: Path) -> Path:

@@ -35,7 +35,7 @@ class RankProcess(SPMDActor):
 
     @endpoint
     def pid(self) -> int:
-        """Its id."""
+        """The process id."""
         return os.getpid()
 
     @endpoint

@@ -34,7 +34,7 @@ def metric_rows(file: Path) -> Iterator[Row]:
 
 
 def last_row_with(file: Path, name: str = "") -> Row | None:
-    """The last row, or the last with a metric; None without one. Parses it alone, so it suits files of any length.
+    """The last row, or the last row that has a metric; None if there is none. Parses no other row of the file.
 
     Raises ValueError as `metric_rows` does.
     """

@@ -211,7 +211,7 @@ class HubName:
         return None if match is None else cls(repository=match["repository"], revision=match["revision"])
 
     def __str__(self) -> str:
-        """As the user writes it."""
+        """The name as the user writes it: `ORG/NAME[@revision]`."""
         return self.repository if self.revision is None else f"{self.repository}@{self.revision}"
 
     @property

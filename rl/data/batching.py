@@ -37,7 +37,7 @@ class BatchPlan:
     because computing one is a collective operation; a rank with less work ends with empty ones."""
 
     def split(self, batch: Sequence[Datum]) -> list[list[list[Datum]]]:
-        """For each rank, for each micro-batch, its datums."""
+        """The datums of each micro-batch of each rank."""
         return [[[batch[i] for i in microbatch] for microbatch in rank] for rank in self.microbatches]
 
     def restore(self, results: Sequence[Sequence[Result]]) -> tuple[Result, ...]:

@@ -263,7 +263,7 @@ class ModelFlops:
     per_token: float
     """Of all layers, without attention's products of queries, keys and values."""
     per_scored: float
-    """Of the output layer, for one scored position."""
+    """Operations of the output layer for one scored position."""
     per_pair: float
     """Of attention in all layers, for a position and another that it attends to."""
     frozen: bool = False

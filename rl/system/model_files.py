@@ -28,10 +28,10 @@ class StoredWeight:
 
     file: Path
     dtype: str
-    """As safetensors spells it, such as "BF16"."""
+    """The dtype as safetensors spells it, such as "BF16"."""
     shape: tuple[int, ...]
     start: int
-    """Of its data, in bytes from the beginning of the file."""
+    """Where its data begin, in bytes from the beginning of the file."""
     num_bytes: int
 
 

@@ -49,7 +49,7 @@ class BoxEnvironment(_BASE.BaseEnvironment):
 
     @staticmethod
     def type() -> str:
-        """Its name."""
+        """The name under which Harbor knows it."""
         return "ownloop-box"
 
     @property

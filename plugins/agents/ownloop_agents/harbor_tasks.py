@@ -44,7 +44,7 @@ class HarborTasks:
     reward_name: str = "reward"
     """Which of the verifier's rewards is trained; the others are metrics."""
     time_limit_s: float = 3600.0
-    """Of an episode with its tests, after which it fails."""
+    """How long an episode with its tests may take; a longer one fails."""
     max_at_once: int = 32
     """Episodes at the same time."""
     stop: tuple[str, ...] = ()

@@ -66,7 +66,7 @@ class AgentTask:
     folders, which end with "/"; "./" is all. Files that steer pytest or Python, such as conftest.py, are as in `files`.
     """
     answer: Any = None
-    """For the reward."""
+    """The right answer, which the reward may read."""
 
     def start(self) -> NoReturn:
         """Raises TypeError: `run_agents` plays a task, and a loop of rollouts cannot."""
@@ -84,7 +84,7 @@ class Program:
     sandbox: SandboxName = "auto"
     """See `ownloop_sandbox/sandboxes.py`."""
     image: str = ""
-    """Of a container."""
+    """The image of a container."""
     shows: tuple[str, ...] = ()
     """Folders of the host that the program may read, such as its own installation."""
     time_limit_s: float = 300.0

@@ -64,7 +64,7 @@ class ModelCall:
     seconds: float = 0.0
 
     def as_earlier(self) -> EarlierCall:
-        """What later requests need of it."""
+        """The part of the call that later requests need."""
         tokens = (*self.turn.prompt_tokens, *self.turn.completion.tokens)
         return EarlierCall(self.parent, np.array(tokens, dtype=np.int32), self.digest)
 

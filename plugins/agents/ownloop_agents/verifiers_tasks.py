@@ -71,7 +71,7 @@ class VerifiersTasks:
     max_tasks: int = 10_000
     """Tasks that are read of the taskset, which may be endless."""
     time_limit_s: float = 1800.0
-    """Of an episode with its scoring, after which it fails."""
+    """How long an episode with its scoring may take; a longer one fails."""
     max_at_once: int = 32
     """Episodes at the same time."""
     stop: tuple[str, ...] = ()

@@ -100,9 +100,9 @@ class Parity:
 
 
 async def recipe_parity(config: Any, tell: Tell) -> Parity:
-    """Measures parity with the model, trainer, generator, sampling and environment of a loop's configuration.
+    """Measures parity as a recipe would train: with its model, trainer, generator, sampling and environment.
 
-    `tell` hears what takes long. Raises ValueError if the recipe has no trainer or no generator, and as
+    `tell` is called with what takes long. Raises ValueError if the recipe has no trainer or no generator, and as
     `measure_parity` does.
     """
     missing = [name for name in ("model", "trainer", "generator", "sampling", "env") if not hasattr(config, name)]

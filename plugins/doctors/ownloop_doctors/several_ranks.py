@@ -224,7 +224,7 @@ LAYOUT_CHECKS: Mapping[str, Callable[[LayoutResults], str]] = {
 
 
 def close_after_steps(results: LayoutResults, what: str) -> float:
-    """`require_close` without the few elements whose first gradient is nothing but rounding.
+    """Does what `require_close` does, but leaves out the few elements whose first gradient is nothing but rounding.
 
     Adam makes a whole step of the smallest gradients, rounding included; an expert of few tokens has many.
     """

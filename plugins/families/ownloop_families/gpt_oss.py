@@ -45,7 +45,7 @@ _EXPERTS = ("gate_up_EDG", "gate_up_bias_EG", "down_EFD", "down_bias_ED")
 
 
 class SinkKernel(FlexAttention):
-    """Attention within documents, windows and with sinks. It is a `FlexAttention` to torchtitan's checks."""
+    """Attention within documents and windows, with sinks. torchtitan's checks take it for a `FlexAttention`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):

@@ -211,7 +211,7 @@ class GatedAttention(BaseAttention):
 
 
 class Qwen35Policy(Policy):
-    """A Qwen3.5 that scores."""
+    """A Qwen3.5 model that scores tokens."""
 
     hf_layer_names: ClassVar[Mapping[str, str]] = {
         **HF_LAYER_NAMES,

@@ -44,7 +44,7 @@ class Address:
     port: int
 
     def __str__(self) -> str:
-        """As Monarch and users write it."""
+        """The address as Monarch and users write it."""
         return f"{self.scheme}://{host_and_port(self.host, self.port)}"
 
 

@@ -26,7 +26,7 @@ class Examination:
     clocks: dict[str, float] = field(default_factory=dict[str, float])
     """By host, how many seconds its clock is ahead of the controller's."""
     bytes_per_s: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
-    """By sender and receiver."""
+    """(Sender, receiver) -> bytes a second between them."""
     problems: list[str] = field(default_factory=list[str])
     """What would fail."""
 

@@ -23,7 +23,7 @@ class OtherHost(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name that messages show."""
         ...
 
     async def ask(self, question: Callable[..., Any], *args: Any) -> Any:

@@ -58,13 +58,13 @@ class HostFacts:
     gpu_kind: str
     """What the first GPU is; empty without one."""
     address: str
-    """Its IP address on the network of its worker."""
+    """The IP address of the host on the network of its worker."""
     network: Mapping[str, str]
     """Variables for its processes: the network interface with that address."""
     log_folder: Path
     """Where its processes log."""
     clock: float
-    """Its time, in seconds since the epoch."""
+    """The time on the host, in seconds since the epoch."""
     memory_bytes: int
     """Memory that is available."""
 

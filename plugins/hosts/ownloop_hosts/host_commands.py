@@ -46,7 +46,7 @@ class Worker:
     lifeline: Annotated[str | None, arg(metavar="HOST:PORT")] = None
     """End when the controller does that listens there; it has started this worker."""
     lost_after: Annotated[float, arg(metavar="SECONDS")] = 20.0
-    """Of silence, for --lifeline."""
+    """Seconds of silence after which the controller counts as lost; for --lifeline."""
 
     def run(self) -> int:
         """Serves until a signal ends it."""

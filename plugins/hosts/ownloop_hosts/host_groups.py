@@ -203,7 +203,7 @@ class Lease:
 
 @asynccontextmanager
 async def kept_allocations(tell: Tell) -> AsyncGenerator[None]:
-    """Keeps what is allocated in this block until its end. `tell` hears what an allocation waits for.
+    """Keeps what is allocated in this block until its end. `tell` is called with what an allocation waits for.
 
     A block within another leaves both to that one.
 

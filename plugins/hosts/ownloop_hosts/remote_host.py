@@ -43,7 +43,7 @@ class Host:
         """Why this host is lost; None while it answers."""
         self.facts: HostFacts
         self.states: Mapping[str, RankStates] = {}
-        """By mesh, the processes on this host as they were a second ago."""
+        """Mesh -> its processes on this host, as they were a second ago."""
         self.models = asyncio.Lock()
         """Held while a model of this host is looked at or copied."""
         self.copies: dict[Path, Path] = {}
@@ -99,7 +99,7 @@ class Host:
 
     @property
     def name(self) -> str:
-        """Its name, as the user wrote it."""
+        """The name of the host, as the user wrote it."""
         return self.worker.host
 
     async def ask(self, question: Callable[..., T], *args: Any, within_s: float = _CONNECT_S) -> T:

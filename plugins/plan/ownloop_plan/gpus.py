@@ -11,13 +11,13 @@ class GPU:
     """One kind. Rates are a second's, of dense bfloat16 products and of bytes in one direction."""
 
     memory_gib: float
-    """As torch reports it."""
+    """The memory of one GPU, as torch reports it."""
     operations: float
     memory_rate: float
     nvlink_rate: float
     pcie_rate: float
     network_rate: float
-    """Of each GPU's share of its host's network."""
+    """Bytes a second of each GPU's share of its host's network."""
     context_gib: float = 0.6
     nccl_gib: float = 1.5
 
@@ -66,13 +66,13 @@ class Efficiency:
     """Of the matrix rate, in forward and backward passes: the bar of `make gpu-check`."""
     prefill: float = 0.50
     decode: float = 0.60
-    """Of the memory's rate, while tokens are sampled."""
+    """The part of the memory's rate that is reached while tokens are sampled."""
     decode_overhead_s: float = 0.003
     """What a sampled token takes beside reading memory."""
     sum_overhead_s: float = 10e-6
     """What tensor-parallel ranks take to begin a sum over a fast link."""
     copies: float = 0.60
-    """Of links, for weights on their way."""
+    """The part of a link's rate that weights on their way reach."""
     completion_overhead_s: float = 0.0011
     """What a replica's engine and the controller take for each completion, from the prompt to its record."""
     datum_overhead_s: float = 0.00025

@@ -148,7 +148,7 @@ def _tokens_here(config: TrainerConfig, tokens: int) -> int:
 
 
 def _saved(model: ModelSize, config: TrainerConfig, stage: Stage, tokens: int) -> int:
-    """Of all layers of a stage, for all rows that it keeps."""
+    """Bytes that all layers of a stage keep for the backward pass, of all rows in flight."""
     of_layer = _activations(model, config, tokens, config.activation_checkpointing)
     return stage.rows * sum(of_layer[kind] for kind in stage.kinds)
 

@@ -53,7 +53,7 @@ class Stage:
     """What one rank of a pipeline has of a model, or a rank without a pipeline."""
 
     kinds: tuple[int, ...]
-    """Of its layers."""
+    """The kind of each layer."""
     rows: int
     """Rows whose activations it keeps at the same time."""
     embeds: bool = True
@@ -178,7 +178,7 @@ class ModelSize:
 
     @property
     def state_dtype(self) -> str:
-        """Of these states; empty for the generator's dtype."""
+        """The dtype of these states; empty for the generator's dtype."""
         return self.decoder.state_dtype if isinstance(self.decoder, Qwen35Shape) else ""
 
     @property

@@ -38,7 +38,7 @@ class BoxConfig:
     socket: Path | None = None
     """The endpoint's Unix socket. None: it is reached by the url."""
     image: str = ""
-    """Of a container."""
+    """The image of a container."""
     shows: tuple[str, ...] = ()
     """Further folders of the host that the program may read."""
     memory_bytes: int = 4 << 30

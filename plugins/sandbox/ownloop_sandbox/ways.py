@@ -69,7 +69,7 @@ class Profile:
     makes: tuple[str, ...] = ()
     """Further folders that can be written."""
     folder: str = ""
-    """By `none`, what is removed at the end."""
+    """The folder that `none` removes at the end."""
 
 
 CODE = Profile()

@@ -35,7 +35,7 @@ class TrainingRunRow(_Table, kw_only=True):
     directory: Mapped[str]
     """Where the model lies."""
     rank: Mapped[int]
-    """Of the adapter; 0 if all weights are trained."""
+    """The rank of the adapter; 0 if all weights are trained."""
     seed: Mapped[int]
     train_attn: Mapped[bool]
     train_mlp: Mapped[bool]

@@ -209,7 +209,7 @@ class Signatures:
     """Makes and checks the signatures of addresses. A server's signatures end with it."""
 
     def __init__(self) -> None:
-        """With a secret of its own."""
+        """Makes a secret of its own, with which it signs."""
         self._secret = secrets.token_bytes(32)  # random, so addresses of an earlier server are refused
 
     def sign(self, path: str, expires: int) -> str:

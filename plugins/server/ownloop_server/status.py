@@ -148,7 +148,7 @@ class _Tokens:
         self._gateway = gateway
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        """As Prometheus' client asks for it."""
+        """The counters that Prometheus' client asks for."""
         counter = CounterMetricFamily("gateway_tokens", "Tokens trained and sampled.", labels=("model", "work"))
         for model in self._gateway.models:
             for work in ("trained", "sampled"):

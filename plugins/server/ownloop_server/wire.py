@@ -42,9 +42,9 @@ class TrainingBatch:
     data: tuple[Datum, ...]
     """One per datum of the request, or K for a datum with [N, K] targets."""
     widths: tuple[int, ...]
-    """For each datum of the request, its K; 0 for [N] targets."""
+    """The K of each datum of the request; 0 for [N] targets."""
     loss: Loss
-    """With the options of the request."""
+    """The loss with the options of the request."""
     forward_only: bool
 
 

@@ -68,7 +68,7 @@ class AnyJudge(Protocol):
 
     @property
     def model(self) -> str:
-        """Its name."""
+        """The judge's name."""
         ...
 
     @property

@@ -146,12 +146,12 @@ class ReferencePolicy:
         return total
 
     def gradients(self) -> dict[str, Tensor]:
-        """By Hugging Face name."""
+        """Hugging Face name -> tensor."""
         grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         return by_stored_name(grads, self._stored)
 
     def parameters(self) -> dict[str, Tensor]:
-        """By Hugging Face name."""
+        """Hugging Face name -> tensor."""
         return by_stored_name({name: p.detach() for name, p in self.model.named_parameters()}, self._stored)
 
 

@@ -84,7 +84,7 @@ class LogitsMemory(threading.local):
         return self._logits[part] if part.stop <= self.num_kept(key) else None
 
     def forget(self, key: object) -> None:
-        """The logits of this row are there no longer."""
+        """Forgets the logits of this row, whose memory is used again."""
         if key is self._key:
             self._key = None
 

@@ -36,7 +36,8 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of x, x^3 and x^5 for the singular values, from the page cited above."""
 _SMALLEST_NORM = 1e-7
 _LARGEST_NORM = 1e19
-"""Of a clipped gradient. The square of a larger number overflows float32, and its parameter would never move again."""
+"""The largest norm of a clipped gradient. The square of a larger number overflows float32, and its parameter would
+never move again."""
 _LARGEST_FACTOR = torch.finfo(torch.float32).max
 _MAX_BETA2 = 0.99  # in bfloat16, smaller changes of the second moment than this leaves are rounded away
 

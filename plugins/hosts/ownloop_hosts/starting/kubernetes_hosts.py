@@ -293,7 +293,7 @@ class Pods:
         return {role: tuple(found[name] for name in names) for role, names in hosts.addresses.items()}
 
     async def _until_pods_run(self, count: int) -> None:
-        """Waits for any time for nodes, and `start_within_s` for the rest. Raises ValueError if a pod fails."""
+        """Waits until all pods run: for nodes without limit, then `start_within_s`. Raises ValueError if one fails."""
         told, end = "", 0.0
         while True:
             pods = await self._pods()

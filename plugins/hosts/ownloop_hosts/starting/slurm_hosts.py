@@ -70,11 +70,11 @@ class SlurmHosts(WithRunCertificates):
 
     @property
     def num_nodes(self) -> int:
-        """Of all roles."""
+        """The nodes of all roles together."""
         return sum(self.groups.values())
 
     def job_options(self) -> list[str]:
-        """For sbatch."""
+        """The options of sbatch."""
         named = {"partition": self.partition, "account": self.account, "time": self.time}
         return [
             *(f"--{name}={value}" for name, value in named.items() if value),
@@ -119,7 +119,7 @@ class JobState:
     """"PENDING", "RUNNING" and so on; empty if the job has left the queue."""
     reason: str
     nodes: str
-    """As Slurm abbreviates them: "n[1-4]"."""
+    """The nodes as Slurm abbreviates them: "n[1-4]"."""
 
     @property
     def runs(self) -> bool:
@@ -132,7 +132,7 @@ class JobState:
         return self.state in _STARTING
 
     def __str__(self) -> str:
-        """For users."""
+        """The job as users read it."""
         reason = "" if self.reason in ("", "None") else f" ({self.reason})"
         return f"{self.state}{reason}" if self.state else "not in the queue any more"
 

@@ -38,9 +38,9 @@ class WorkerOutput:
     """What workers have printed."""
 
     name: str
-    """Of the host or the job, for the controller's log."""
+    """The name of the host or the job in the controller's log."""
     listening: dict[str, Address] = field(default_factory=dict[str, Address])
-    """By host, where its worker listens."""
+    """Host -> the address at which its worker listens."""
     ended: dict[str, int] = field(default_factory=dict[str, int])
     """By host, the status of a worker that has ended, where that is known."""
     last_lines: deque[str] = field(default_factory=lambda: deque[str](maxlen=_LAST_LINES))

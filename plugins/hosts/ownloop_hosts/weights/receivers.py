@@ -33,7 +33,7 @@ class GeneratorHost:
 
     name: str
     identity: str
-    """Its `host_identity()`."""
+    """The `host_identity()` of the receiver's host."""
     address: str
     """At which trainer ranks and the other generator hosts reach it."""
     place: Callable[[], Place | None]

@@ -47,9 +47,9 @@ class ReceivingHost:
     """An entry of the directory at `rl.weights.store.RECEIVERS_KEY`, which is a tuple of them."""
 
     name: str
-    """For errors and warnings."""
+    """The name of the host in errors and warnings."""
     identity: str
-    """Its `host_identity()`."""
+    """The `host_identity()` of the host."""
     links: LinkAddress
     """At which trainer ranks and other generator hosts reach it."""
     process: str
@@ -233,7 +233,7 @@ class _PolicyMemory:
 
     @property
     def num_bytes(self) -> int:
-        """What the buffers take."""
+        """The bytes that the buffers take."""
         return sum(buffer.parts[0].nbytes for buffer in self._buffers)
 
     def other_than(self, keep: BufferLocation | None) -> WeightBuffer:

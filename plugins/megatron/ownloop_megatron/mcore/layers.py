@@ -98,7 +98,7 @@ class RoutedLayer(core_api.TransformerLayer):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As Megatron-core's; `attention_mask` may be a `RoutedPlan`."""
+        """Does what Megatron-core's layer does; `attention_mask` may be a `RoutedPlan`."""
         # layers count from 1 there
         kwargs["attention_mask"], experts = of_layer(kwargs["attention_mask"], self.layer_number - 1)
         if experts is not None and self.config.sequence_parallel:

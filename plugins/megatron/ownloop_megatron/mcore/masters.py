@@ -31,7 +31,7 @@ class MasterSlice:
     source: nn.Parameter
     rows: slice
     shape: torch.Size
-    """Of these rows."""
+    """The shape of these rows."""
     piece: Piece
     mesh: DeviceMesh | None
     placements: tuple[Placement, ...]
@@ -188,7 +188,7 @@ class ShardedMasters(MasterSlices):
     _can_share = False
 
     def __init__(self, named: Sequence[tuple[nn.Parameter, Sequence[Piece]]], groups: RankGroups) -> None:
-        """As `MasterSlices`, for several ranks."""
+        """Takes what `MasterSlices` takes, and the groups of ranks that share it."""
         self._whole: dict[str, Tensor] = {}  # the gradients of a call, by name
         super().__init__(named, groups)
 
