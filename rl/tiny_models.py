@@ -13,20 +13,16 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     LlamaForSequenceClassification,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
+from rl.system.decoders import DENSE
 from rl.types import Datum
 
 VOCAB_SIZE = 64
@@ -47,15 +43,23 @@ SERVABLE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_
 """Options with which vLLM can serve a tiny model on the CPU; its kernels need heads of at least 32 dimensions."""
 
 
-def tiny_llama(
-    path: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, num_kv_heads: int = 2, **options: Any
+def tiny_dense(
+    family: str, path: Path, *, tied: bool | None = None, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Path:
-    """Writes a Llama of two layers, four heads and 64 tokens to `path`; `options` go to `LlamaConfig`.
+    """Writes a model of a family of the core, by the `name` of its row in `rl.system.decoders.DENSE`, to `path`.
 
-    The directory holds config, weights and a tokenizer whose words are "w0" to "w63", as every directory made here.
+    It has two layers, four heads, two key-value heads and 64 tokens; `options` go to its configuration. The directory
+    holds config, weights and a tokenizer whose words are "w0" to "w63", as every directory made here.
     """
-    config = LlamaConfig(tie_word_embeddings=tied, num_key_value_heads=num_kv_heads, **{**TINY_SHAPE, **options})
-    return save_tiny(LlamaForCausalLM, config, path, dtype)
+    row = next(row for row in DENSE if row.name == family)
+    shape: dict[str, Any] = {"num_key_value_heads": 2, **TINY_SHAPE, **row.tiny, **options}
+    shape["tie_word_embeddings"] = row.tied if tied is None else tied
+    return save_tiny(AutoModelForCausalLM.from_config, AutoConfig.for_model(row.model_type, **shape), path, dtype)
+
+
+def tiny_llama(path: Path, *, tied: bool = True, num_kv_heads: int = 2, **options: Any) -> Path:
+    """Writes a Llama, as `tiny_dense` does."""
+    return tiny_dense("llama", path, tied=tied, num_key_value_heads=num_kv_heads, **options)
 
 
 def tiny_critic(path: Path) -> Path:
@@ -65,25 +69,9 @@ def tiny_critic(path: Path) -> Path:
     return save_tiny(LlamaForSequenceClassification, config, path)
 
 
-def tiny_mistral(path: Path, *, tied: bool = True, **options: Any) -> Path:
-    """Writes a Mistral without a sliding window, of the same shape."""
-    shape: dict[str, Any] = {"num_key_value_heads": 2, "sliding_window": None, **TINY_SHAPE, **options}
-    return save_tiny(MistralForCausalLM, MistralConfig(tie_word_embeddings=tied, **shape), path)
-
-
-def tiny_qwen2(path: Path, *, tied: bool = True, **options: Any) -> Path:
-    """Writes a Qwen2, whose queries, keys and values have biases, of the same shape."""
-    config = Qwen2Config(tie_word_embeddings=tied, num_key_value_heads=2, **{**TINY_SHAPE, **options})
-    return save_tiny(Qwen2ForCausalLM, config, path)
-
-
-def tiny_qwen3(
-    path: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, num_kv_heads: int = 2, **options: Any
-) -> Path:
-    """Writes a Qwen3 of the same shape, except that its head size is not hidden size / heads."""
-    options = {**TINY_SHAPE, "head_dim": 16, **options}
-    config = Qwen3Config(tie_word_embeddings=tied, num_key_value_heads=num_kv_heads, **options)
-    return save_tiny(Qwen3ForCausalLM, config, path, dtype)
+def tiny_qwen3(path: Path, *, tied: bool = True, num_kv_heads: int = 2, head_dim: int = 16, **options: Any) -> Path:
+    """Writes a Qwen3, as `tiny_dense` does, whose head size is not hidden size / heads."""
+    return tiny_dense("qwen3", path, tied=tied, num_key_value_heads=num_kv_heads, head_dim=head_dim, **options)
 
 
 def tiny_qwen3_moe(path: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> Path:

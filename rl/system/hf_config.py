@@ -14,26 +14,25 @@ import math
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, cast
 
+from rl.system.decoders import (
+    BEFORE_SCALING,
+    DENSE,
+    LM_SUFFIX,
+    DecoderConfig,
+    backbone,
+    find_dense,
+    parse_dense,
+    rope_parameters,
+)
 from rl.system.model_files import INDEX_FILE, SINGLE_FILE, check_head, stored_shapes, weight_files
 from rl.system.plugins import load_all, why_absent
 
-PROVEN_ARCHITECTURES = (
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "GraniteForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Olmo3ForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "SeedOssForCausalLM",
-    "SmolLM3ForCausalLM",
-)
+PROVEN_ARCHITECTURES = tuple(row.architecture for row in DENSE)
 """The core's architectures for which tests compare trainer and generator after a pull."""
-_LM_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+_LM_SUFFIXES = (LM_SUFFIX, "LMHeadModel")
 """How transformers names the classes of language models."""
 _STATED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 """Sizes without which a file describes no model, although transformers has values for them."""
@@ -42,7 +41,6 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _OF_WHOLE = ("architectures", "tie_word_embeddings")
 """Settings of a model with several parts that its `text_config` may repeat with other values."""
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
-_BEFORE_SCALING = "original_max_position_embeddings"
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 
 
@@ -79,8 +77,10 @@ class ModelFamily:
     """A function (TrainerConfig, settings of `read_config`), as an importable name `module:function`, that raises
     ValueError for what is not proven. The controller imports it, so its module must not import torch."""
     decoder: str = ""
-    """For the engine torchtitan: a function of settings that returns a `trainer.engines.decoder_config.DecoderConfig`,
+    """For the engine torchtitan: a function of settings that returns a `rl.system.decoders.DecoderConfig`,
     and raises ValueError for what is not proven. Like `check` it must not import torch."""
+    agreed: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """Keys of `config.json` that vLLM understands otherwise than transformers, except with this value."""
     prepare: str = ""
     """A function that changes a model of transformers in place, so that documents of a packed row stay apart. Its
     forward pass then gets `document_bounds`, see `trainer/engines/hf/document_kernel.py`."""
@@ -92,6 +92,8 @@ class ModelFamily:
     """Of a generator: a function of the architecture's name, called before anything of vLLM is imported."""
     patch_cpu: str = ""
     """Of a generator on a CPU: a function that patches vLLM, called before the engine is built."""
+    tiny: str = ""
+    """A function of a directory that writes a tiny random model there, on which engines and loops are tried."""
     vision: VisionParts | None = None
     """Of a family that reads images; such a model need not be named a language model."""
 
@@ -99,13 +101,34 @@ class ModelFamily:
 def find_family(config: Mapping[str, Any]) -> ModelFamily | None:
     """The row of the first architecture that a `config.json` names; None for one that no installed plug-in has.
 
-    Raises ValueError for one that a plug-in of ours has, saying how to install it.
+    A classifier is of its backbone's family. Raises ValueError for an architecture that a plug-in of ours has, saying
+    how to install it.
     """
-    named: str = (config.get("architectures") or [""])[0]
+    named = backbone((config.get("architectures") or [""])[0])
     family = next((each for each in load_all("families", ModelFamily).values() if named in each.architectures), None)
     if family is None and named not in PROVEN_ARCHITECTURES and (reason := why_absent("families", named)):
         raise ValueError(f"config.json names the architecture {named}; {reason}")
     return family
+
+
+def parse_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """The shape of a decoder of the core or of a family, by the contents of its `config.json`.
+
+    Raises ValueError naming the key, its value and what is supported.
+    """
+    family = find_family(config)
+    return resolve_name(family.decoder)(config) if family and family.decoder else parse_dense(config)
+
+
+def read_decoder_config(model: Path) -> DecoderConfig:
+    """`parse_decoder_config` of a model directory. Raises ValueError also if `config.json` is missing or unreadable."""
+    return parse_decoder_config(read_config(model))
+
+
+def agreed_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Keys that vLLM understands otherwise than transformers, and the one value on which they agree."""
+    found = find_family(config) or find_dense(config.get("architectures"))
+    return {} if found is None else found.agreed
 
 
 def vision_of(config: Mapping[str, Any]) -> VisionParts | None:
@@ -191,29 +214,6 @@ def read_config(path: Path) -> Mapping[str, Any]:
         settings["num_key_value_heads"] = settings.get("num_attention_heads")
     rope = rope_parameters(stated)
     return {**settings, "rope_parameters": rope} if rope or "rope_parameters" in fields else settings
-
-
-def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of rotary embeddings under the names of transformers 5, of a config in any spelling.
-
-    As in transformers' `RotaryEmbeddingConfigMixin`, `rope_scaling` goes before `rope_parameters`, whose base is then
-    not used either, and the length before scaling that stands beside them goes before the one in them. Gemma 3 has a
-    set for each of two kinds of layers, and `rope_scaling` changes the one for full attention.
-    """
-    new: Mapping[str, Any] = config.get("rope_parameters") or {}
-    old: Mapping[str, Any] = config.get("rope_scaling") or {}
-    if str(config.get("model_type")) == "gemma3_text":
-        full = {**(new.get("full_attention") or {}), **old}
-        return {**new, "full_attention": full} if full else dict(new)
-    rope = dict(old or new)
-    if config.get("rope_theta") is not None:
-        rope.setdefault("rope_theta", config["rope_theta"])
-    if "type" in rope:
-        rope.setdefault("rope_type", rope.pop("type"))
-    if rope.get("rope_type") in ("llama3", "yarn", "longrope"):
-        length = config.get(_BEFORE_SCALING) or rope.get(_BEFORE_SCALING) or config.get("max_position_embeddings")
-        rope[_BEFORE_SCALING] = length
-    return rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +325,7 @@ def longest_context(config: Mapping[str, Any]) -> int:
     rope = rope_parameters(config)
     if rope.get("rope_type") not in ("longrope", "su", "dynamic"):
         return longest
-    return min(longest, rope.get(_BEFORE_SCALING) or config.get(_BEFORE_SCALING) or longest)
+    return min(longest, rope.get(BEFORE_SCALING) or config.get(BEFORE_SCALING) or longest)
 
 
 def end_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:

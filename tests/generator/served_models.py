@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rl.tiny_models import SERVABLE, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from rl.tiny_models import SERVABLE, tiny_dense, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 
 
 def served_llama(path: Path, *, tied: bool) -> Path:
@@ -12,12 +12,12 @@ def served_llama(path: Path, *, tied: bool) -> Path:
 
 def served_mistral(path: Path, *, tied: bool) -> Path:
     """A float32 Mistral of the same shape."""
-    return tiny_mistral(path, tied=tied, **SERVABLE)
+    return tiny_dense("mistral", path, tied=tied, **SERVABLE)
 
 
 def served_qwen2(path: Path, *, tied: bool) -> Path:
     """A float32 Qwen2 of the same shape, with biases."""
-    return tiny_qwen2(path, tied=tied, **SERVABLE)
+    return tiny_dense("qwen2", path, tied=tied, **SERVABLE)
 
 
 def served_qwen3(path: Path, *, tied: bool) -> Path:

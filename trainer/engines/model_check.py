@@ -3,6 +3,7 @@
 No engine is imported, so the controller can refuse a mistake before any process starts.
 """
 
+import contextlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -10,13 +11,21 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol
 
-from rl.system.hf_config import experts_of, find_family, is_tied, read_config, read_config_file, understanding
+from rl.system.decoders import CLASSIFIER_SUFFIX
+from rl.system.hf_config import (
+    experts_of,
+    find_family,
+    is_tied,
+    parse_decoder_config,
+    read_config,
+    read_config_file,
+    understanding,
+)
 from rl.system.model_files import check_head
 from rl.system.plugins import how_to_install, owner_of
 from rl.types import Head
 from trainer.config import TrainerConfig
 from trainer.engine_table import all_engines, find_engine
-from trainer.engines.decoder_config import CLASSIFIER_SUFFIX, parse_decoder_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +89,14 @@ def describe_model(path: Path, head: Head) -> Mapping[str, Any]:
     Weights of one model fit another if the descriptions are equal.
     """
     hf_config = read_config(path)
-    try:
-        return {**asdict(parse_decoder_config(hf_config)), "head": head}
-    except ValueError:
-        # Only transformers knows this architecture, so keep every key of its config.json that concerns the weights.
-        ignored = ("_", "transformers_version", "torch_dtype", "dtype", "use_cache")
-        stated = read_config_file(path)
-        return {**{key: value for key, value in stated.items() if not key.startswith(ignored)}, "head": head}
+    with contextlib.suppress(ValueError):  # torchtitan does not build it, so it has no shape
+        decoder = parse_decoder_config(hf_config)
+        if decoder.identifies:
+            return {**asdict(decoder), "head": head}
+    # Keep every key of its config.json that concerns the weights.
+    ignored = ("_", "transformers_version", "torch_dtype", "dtype", "use_cache")
+    stated = read_config_file(path)
+    return {**{key: value for key, value in stated.items() if not key.startswith(ignored)}, "head": head}
 
 
 def _check_lora(config: TrainerConfig) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 from examples.engines.mindspore_engine.messages import Floats, Row
 from rl.data.packing import Document, PackedRow
 from rl.sampling import KeptSets
+from rl.system.decoders import DecoderConfig
 from rl.types import Head
-from trainer.engines.decoder_config import DecoderConfig
 
 
 def parameter_shapes(decoder: DecoderConfig, head: Head) -> dict[str, tuple[int, ...]]:

@@ -25,11 +25,10 @@ from examples.engines.mindspore_engine.messages import AdamStep, Moments
 from examples.engines.mindspore_engine.start import mindspore_python, start_mindspore
 from rl.data.packing import ModelFlops, PackedRow, pack_row
 from rl.losses import Loss
-from rl.system.hf_config import read_config
+from rl.system.hf_config import parse_decoder_config, read_config
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine, Microbatch, PeakMemory
-from trainer.engines.decoder_config import parse_decoder_config
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch import checkpoint
 from trainer.engines.pytorch.checkpoint import CheckpointSaver

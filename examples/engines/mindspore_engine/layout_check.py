@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from rl.system.hf_config import parse_decoder_config
 from trainer.config import TrainerConfig
-from trainer.engines.decoder_config import parse_decoder_config
 from trainer.engines.model_check import ModelLimits
+
+_FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
@@ -29,9 +31,9 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
                 f"{accepted!r}. The engine 'torchtitan' has it"
             )
     decoder = parse_decoder_config(hf_config)
-    if decoder.moe is not None:
+    if decoder.family not in _FAMILIES:
         raise ValueError(
-            f"config.json: the model has {decoder.moe.num_experts} experts in a layer; the MindSpore engine trains "
-            "dense models. The engine 'torchtitan' trains mixtures of experts"
+            f"config.json: architectures is {hf_config.get('architectures')}; the MindSpore engine trains the families "
+            f"{', '.join(_FAMILIES)}. The engine 'torchtitan' trains this one"
         )
     return ModelLimits(vocab_size=decoder.vocab_size, max_seq_len=decoder.max_seq_len)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from examples.engines.mindspore_engine.child import Child
 from examples.engines.mindspore_engine.messages import Shape
+from rl.system.decoders import DecoderConfig
 from trainer.config import TrainerConfig
-from trainer.engines.decoder_config import DecoderConfig
 
 PYTHON = "MINDSPORE_PYTHON"
 """Environment variable: the Python of MindSpore's environment; without it, that of `.venv-mindspore` in the root."""

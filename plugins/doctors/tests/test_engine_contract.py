@@ -16,7 +16,7 @@ from ownloop_doctors.one_rank import MICROBATCHES, MODEL_CHECKS, STATE_CHECKS, C
 from rl.data.packing import PackedRow
 from rl.lora import LoRAConfig
 from rl.losses import get_loss
-from rl.tiny_models import random_batch, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
+from rl.tiny_models import random_batch, tiny_dense, tiny_llama, tiny_qwen3
 from rl.types import Datum
 from tests.trainer.adapters import load_engine_or_adapter
 from tests.trainer.engine_params import ENGINE_PARAMS, ENGINES, engine_param
@@ -33,8 +33,8 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 
 UNTIED: dict[str, Callable[[Path], Path]] = {
     "llama": lambda path: tiny_llama(path, tied=False),
-    "mistral": lambda path: tiny_mistral(path, tied=False),
-    "qwen2": lambda path: tiny_qwen2(path, tied=False),
+    "mistral": lambda path: tiny_dense("mistral", path, tied=False),
+    "qwen2": lambda path: tiny_dense("qwen2", path, tied=False),
     "qwen3": lambda path: tiny_qwen3(path, tied=False),
 }
 

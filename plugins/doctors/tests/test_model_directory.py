@@ -19,8 +19,8 @@ from transformers import (
 from transformers.utils.quantization_config import Mxfp4Config
 
 from ownloop_doctors.model_directory import dequantize, fp8, write_text_only
+from ownloop_families.tiny import TINY_FAMILIES as MODELS
 from ownloop_vision.tiny_vl import tiny_gemma3, tiny_qwen3_vl
-from plugins.families.tests.families import MODELS
 from rl.system.hf_config import inspect_model
 from rl.system.model_files import weight_files
 from rl.tiny_models import tiny_llama

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from ownloop_doctors.several_ranks import LAYOUT_CHECKS, LayoutResults, run_layout
 from plugins.doctors.tests.ranks import script
 from rl.lora import LoRAConfig
-from rl.tiny_models import tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from rl.tiny_models import tiny_dense, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from tests.trainer.adapters import load_engine_or_adapter
 from tests.trainer.engine_params import INSTALLED
 from trainer.config import TrainerConfig
@@ -174,7 +174,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param.endswith("_tied"):
         model = tiny_llama(directory / "model")
     elif request.param.endswith("_biased"):
-        model = tiny_qwen2(directory / "model", tied=False)
+        model = tiny_dense("qwen2", directory / "model", tied=False)
     elif request.param.endswith("_moe"):
         model = tiny_qwen3_moe(directory / "model")
     else:

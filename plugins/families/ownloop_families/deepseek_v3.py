@@ -1,141 +1,120 @@
-"""DeepSeek-V3 and Kimi K2 as torchtitan builds them: latent attention (MLA) over experts with sigmoid routing."""
+"""DeepSeek-V3 and Kimi K2: latent attention (MLA), whose values are narrower than its keys, and sigmoid routing.
 
-from collections.abc import Mapping
+Sizes are those of https://arxiv.org/abs/2412.19437, section 2.1.1.
+"""
+
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-from torchtitan.models.common import Linear, RMSNorm
-from torchtitan.models.common.rope import ComplexRoPE
-from torchtitan.models.deepseek_v3 import DeepSeekV3Model, parallelize_deepseekv3
-from torchtitan.models.deepseek_v3.model import Attention, DeepSeekV3TransformerBlock
-from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.protocols.module import Module
+from ownloop_families.shapes import ROUTED_OPTIONS, RoutedShape, Yarn, read_routed, read_yarn, yarn_scale
+from rl.system.decoders import TensorSize, read_sizes, refuse_options, rope_parameters
+from rl.system.hf_config import ModelFamily
+from trainer.config import TrainerConfig
 
-from ownloop_families.decoders import DeepseekShape
-from ownloop_families.experts import SIGMOID_NAMES, Replays, sigmoid_network
-from ownloop_families.rotary import frequencies, rope_options
-from rl.types import Head
-from trainer.engines.titan.model.specs import NO_INIT, Policy, model_spec, norms, shard_head_only
-
-_LATENT_EPS = 1e-6
-"""Of the norms of latent vectors, for which transformers reads no setting."""
+FAMILY = ModelFamily(
+    architectures=("DeepseekV3ForCausalLM",),
+    engines=("fsdp2", "torchtitan"),
+    check="ownloop_families.deepseek_v3:check",
+    decoder="ownloop_families.deepseek_v3:decoder",
+    patch_cpu="ownloop_families.routes:patch_routes",
+    generator_ranks=1,
+    tiny="ownloop_families.deepseek_v3:tiny",
+)
 
 
-class InterleavedRoPE(ComplexRoPE):
-    """Rotary embeddings of neighbouring dimensions, scaled by YaRN as in transformers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepseekShape(RoutedShape):
+    """Latent attention and experts."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(ComplexRoPE.Config):
-        """Made of `rope_options`."""
+    spec: ClassVar[str] = "ownloop_families.titan.deepseek_v3:build_spec"
 
-    def _precompute_cache(self) -> Tensor:
-        """[max_seq_len, dim / 2] complex"""
-        config = self.config
-        empty = torch.empty(config.max_seq_len, config.dim // 2, dtype=torch.complex64)
-        if empty.is_meta:  # the values follow when the model is on its device
-            return empty
-        inv_freq, factor = frequencies(config)
-        angles = torch.outer(torch.arange(config.max_seq_len).float(), inv_freq)
-        return torch.polar(torch.full_like(angles, factor), angles)
+    q_rank: int
+    """0 where queries come from a single projection."""
+    kv_rank: int
+    nope_dim: int
+    """Dimensions of a key that rotary embeddings leave alone."""
+    rope_dim: int
+    value_dim: int
+    yarn: Yarn | None
+    scale: float
+    """What the products of queries and keys are multiplied by."""
 
+    @property
+    def latent(self) -> int:
+        """As `DecoderConfig.latent`."""
+        return self.kv_rank + self.rope_dim
 
-class LatentAttention(Attention):
-    """torchtitan's attention of DeepSeek-V3 at a scale that config.json gives."""
+    @property
+    def values(self) -> int:
+        """As `DecoderConfig.values`."""
+        return self.num_heads * self.value_dim
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Attention.Config):
-        """`scale` is what the products of queries and keys are multiplied by."""
+    @property
+    def absorbed(self) -> TensorSize:
+        """As `DecoderConfig.absorbed`: the projection from latents to keys and values."""
+        return TensorSize((self.num_heads * (self.nope_dim + self.value_dim), self.kv_rank), "matrix")
 
-        scale: float
+    def attention(self, kind: int) -> Iterator[TensorSize]:
+        """As `DecoderConfig.attention`."""
+        del kind
+        yield TensorSize((self.dim,), "vector", 2)
+        if self.q_rank:
+            yield TensorSize((self.q_rank, self.dim), "whole")
+            yield TensorSize((self.q_rank,), "vector")
+        yield TensorSize((self.queries, self.q_rank or self.dim), "matrix")
+        yield TensorSize((self.latent, self.dim), "whole")
+        yield TensorSize((self.kv_rank,), "vector")
+        yield self.absorbed
+        yield TensorSize((self.dim, self.values), "matrix")
 
-    def __init__(self, config: Config) -> None:
-        """Builds it."""
-        super().__init__(config)
-        self.softmax_scale = config.scale
-
-
-class DeepseekBlock(Replays, DeepSeekV3TransformerBlock):
-    """A layer."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(DeepSeekV3TransformerBlock.Config):
-        """`layer` as in `Replays`."""
-
-        layer: int = 0
-
-    def __init__(self, config: Config) -> None:
-        """Builds the layer."""
-        super().__init__(config)
-        self.layer = config.layer
-
-
-class DeepseekPolicy(Policy, DeepSeekV3Model):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """A DeepSeek-V3 that scores."""
-
-    hf_layer_names: ClassVar[Mapping[str, str]] = {
-        **SIGMOID_NAMES,
-        "attention.wq": "self_attn.q_proj",
-        "attention.wq_a": "self_attn.q_a_proj",
-        "attention.q_norm": "self_attn.q_a_layernorm",
-        "attention.wq_b": "self_attn.q_b_proj",
-        "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
-        "attention.kv_norm": "self_attn.kv_a_layernorm",
-        "attention.wkv_b": "self_attn.kv_b_proj",
-    }
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(DeepSeekV3Model.Config):
-        """Same fields as `DeepSeekV3Model.Config`."""
-
-        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-            """Sets how every parameter and activation is sharded."""
-            DeepSeekV3Model.Config.update_from_config(self, config=config, **kwargs)
-            shard_head_only(self.lm_head)
+    def kept(self, kind: int) -> int:
+        """As `DecoderConfig.kept`."""
+        del kind
+        expanded = self.num_heads * (self.nope_dim + self.value_dim)
+        return 3 * (self.q_rank + self.latent) + 2 * self.queries + expanded + self.values + 4 * self.network_dim
 
 
-def build_spec(shape: DeepseekShape, head: Head, inner_attention: Module.Config) -> ModelSpec:
-    """The torchtitan spec of a model that ends in `head`; `inner_attention` configures its attention kernel."""
-    layers = [
-        DeepseekBlock.Config(
-            **norms(shape), attention=_attention(shape, inner_attention), **sigmoid_network(shape, index), layer=index
-        )
-        for index in range(shape.num_layers)
-    ]
-    return model_spec(shape, head, DeepseekPolicy, layers, parallelize_deepseekv3)
+def check(config: TrainerConfig, settings: Mapping[str, Any]) -> None:
+    """The row's `check`: transformers has one kind of router, and vLLM takes another where none is named."""
+    del config
+    for key, needed in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if settings.get(key) != needed:
+            raise ValueError(
+                f"config.json: {key} is {settings.get(key)!r}; it must be {needed!r}, or trainer and generator would "
+                "choose experts in different ways"
+            )
 
 
-def _attention(shape: DeepseekShape, inner_attention: Module.Config) -> LatentAttention.Config:
-    queries = shape.num_heads * shape.head_dim
-    wq: dict[str, Any] = (
-        {"wq_a": _linear(shape.dim, shape.q_rank), "wq_b": _linear(shape.q_rank, queries)}
-        if shape.q_rank
-        else {"wq": _linear(shape.dim, queries)}
-    )
-    return LatentAttention.Config(
-        dim=shape.dim,
-        n_heads=shape.num_heads,
-        q_lora_rank=shape.q_rank,
-        kv_lora_rank=shape.kv_rank,
-        qk_nope_head_dim=shape.nope_dim,
-        qk_rope_head_dim=shape.rope_dim,
-        v_head_dim=shape.value_dim,
-        **wq,
-        q_norm=_latent_norm(shape.q_rank),
-        wkv_a=_linear(shape.dim, shape.kv_rank + shape.rope_dim),
-        kv_norm=_latent_norm(shape.kv_rank),
-        wkv_b=_linear(shape.kv_rank, shape.num_heads * (shape.nope_dim + shape.value_dim)),
-        wo=_linear(shape.num_heads * shape.value_dim, shape.dim),
-        inner_attention=inner_attention,
-        rope=InterleavedRoPE.Config(**rope_options(shape, shape.rope_dim, shape.yarn)),
-        scale=shape.scale,
+def decoder(config: Mapping[str, Any]) -> DeepseekShape:
+    """The shape."""
+    refuse_options(config, {**ROUTED_OPTIONS, "attention_bias": False, "rope_interleave": True})
+    sizes, rope = read_sizes(config), rope_parameters(config)
+    yarn = read_yarn(rope, sizes["max_seq_len"])
+    nope_dim, rope_dim = (int(config[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
+    sharper = yarn_scale(yarn.factor, float(rope.get("mscale_all_dim") or 0)) if yarn else 1.0
+    return DeepseekShape(
+        family="deepseek_v3",
+        **{**sizes, "head_dim": nope_dim + rope_dim},
+        **read_routed(config),
+        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        q_rank=int(config.get("q_lora_rank") or 0),
+        kv_rank=int(config["kv_lora_rank"]),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=int(config["v_head_dim"]),
+        yarn=yarn,
+        scale=sharper**2 * (nope_dim + rope_dim) ** -0.5,
     )
 
 
-def _linear(in_features: int, out_features: int) -> Linear.Config:
-    return Linear.Config(in_features=in_features, out_features=out_features, param_init=NO_INIT)
+def tiny(path: Path) -> Path:
+    """Writes a tiny random model."""
+    from ownloop_families.tiny import ROUTED, SHAPE, save_random
 
-
-def _latent_norm(size: int) -> RMSNorm.Config:
-    return RMSNorm.Config(normalized_shape=size, eps=_LATENT_EPS, param_init=NO_INIT)
+    heads = {"kv_lora_rank": 512, "q_lora_rank": 48, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    options: dict[str, Any] = {**SHAPE, **ROUTED, **heads, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4}
+    options |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # which vLLM reads
+    del options["head_dim"]
+    return save_random(path, "DeepseekV3ForCausalLM", **options)

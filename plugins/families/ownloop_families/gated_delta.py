@@ -30,7 +30,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-_CHUNK = 64
+from ownloop_families.qwen3_5 import CHUNK
+
 _KERNEL = "fla.ops.gated_delta_rule:chunk_gated_delta_rule"
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -308,7 +309,7 @@ def _steps(sizes: Sequence[int], row: Tensor) -> Iterator[Tensor]:
     """
     num_heads, starts = row.shape[1], [0, *itertools.accumulate(sizes)]
     longest = max(sizes)
-    chunk = min(_CHUNK, 1 << (longest - 1).bit_length())
+    chunk = min(CHUNK, 1 << (longest - 1).bit_length())
     order = sorted(range(len(sizes)), key=lambda document: -sizes[document])
     for begin in range(0, longest, chunk):
         documents = [i for i in order if sizes[i] > begin]

@@ -1,50 +1,84 @@
-"""GLM-4.5 and GLM-4.6 as torchtitan builds them: Qwen3's layers, whose heads are rotated in part."""
+"""GLM-4.5 and GLM-4.6: Qwen3's layers with sigmoid routing, whose heads are rotated in part."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
-from torchtitan.models.common import QKVLinear
-from torchtitan.models.common.config_utils import make_gqa_config
-from torchtitan.models.qwen3 import parallelize_qwen3
-from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.protocols.module import Module
-
-from ownloop_families.decoders import Glm4MoeShape
-from ownloop_families.experts import SIGMOID_NAMES, RoutedBlock, sigmoid_network
-from ownloop_families.rotary import PartialRoPE
+from ownloop_families.shapes import ROUTED_OPTIONS, RoutedShape, read_plain_rope, read_rotary_dim, read_routed
+from rl.system.decoders import TensorSize, read_sizes, refuse_options
+from rl.system.hf_config import ModelFamily
 from rl.types import Head
-from trainer.engines.titan.model.specs import NO_INIT, Qwen3Policy, model_spec, norm_config, norms
+
+FAMILY = ModelFamily(
+    architectures=("Glm4MoeForCausalLM",),
+    engines=("fsdp2", "torchtitan"),
+    decoder="ownloop_families.glm4_moe:decoder",
+    patch_cpu="ownloop_families.routes:patch_routes",
+    tiny="ownloop_families.glm4_moe:tiny",
+)
 
 
-class Glm4MoePolicy(Qwen3Policy):
-    """A GLM-4.5 that scores."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glm4MoeShape(RoutedShape):
+    """Grouped-query attention and experts."""
 
-    hf_layer_names: ClassVar[Mapping[str, str]] = SIGMOID_NAMES
+    spec: ClassVar[str] = "ownloop_families.glm4_moe:build_spec"
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Qwen3Policy.Config):
-        """Same fields as `Qwen3Policy.Config`."""
+    rotary_dim: int
+    """Dimensions of a head that rotary embeddings rotate, the first ones."""
+    qk_norm: bool
+    attention_bias: bool
+
+    def attention(self, kind: int) -> Iterator[TensorSize]:
+        """As `DecoderConfig.attention`."""
+        del kind
+        yield TensorSize((self.dim,), "vector", 2)
+        yield from self.projections(self.queries)
+        if self.qk_norm:
+            yield TensorSize((self.head_dim,), "vector", 2)
+        if self.attention_bias:
+            yield from self.biases()
 
 
-def build_spec(shape: Glm4MoeShape, head: Head, inner_attention: Module.Config) -> ModelSpec:
-    """The torchtitan spec of a model that ends in `head`; `inner_attention` configures its attention kernel."""
-    layers = [_layer(shape, inner_attention, index) for index in range(shape.num_layers)]
-    return model_spec(shape, head, Glm4MoePolicy, layers, parallelize_qwen3)
-
-
-def _layer(shape: Glm4MoeShape, inner_attention: Module.Config, index: int) -> RoutedBlock.Config:
-    attention = make_gqa_config(
-        dim=shape.dim,
-        n_heads=shape.num_heads,
-        n_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        wqkv_param_init=NO_INIT,
-        wo_param_init=NO_INIT,
-        inner_attention=inner_attention,
-        rope=PartialRoPE.Config(dim=shape.rotary_dim, max_seq_len=shape.max_seq_len, theta=shape.rope_theta),
-        qk_norm=norm_config(shape, shape.head_dim) if shape.qk_norm else None,
+def decoder(config: Mapping[str, Any]) -> Glm4MoeShape:
+    """The shape."""
+    refuse_options(config, ROUTED_OPTIONS)
+    sizes = read_sizes(config)
+    return Glm4MoeShape(
+        family="glm4_moe",
+        **sizes,
+        **read_routed(config),
+        rope_theta=read_plain_rope(config),
+        rotary_dim=read_rotary_dim(config, sizes["head_dim"], 0.5),
+        qk_norm=bool(config.get("use_qk_norm", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
     )
-    assert isinstance(attention.qkv_linear, QKVLinear.Config)
-    attention.qkv_linear.wq.bias = attention.qkv_linear.wkv.bias = shape.attention_bias
-    return RoutedBlock.Config(**norms(shape), attention=attention, **sigmoid_network(shape, index), layer=index)
+
+
+def build_spec(shape: Glm4MoeShape, head: Head, inner_attention: Any) -> Any:
+    """The torchtitan spec of a model that ends in `head`; `inner_attention` configures its attention kernel."""
+    from ownloop_families.titan.experts import SIGMOID_NAMES, RoutedBlock, sigmoid_network
+    from ownloop_families.titan.rotary import PartialRoPE
+    from trainer.engines.titan.model.specs import DensePolicy, gqa_config, model_spec, norms, parallelize_qwen3
+
+    rope = PartialRoPE.Config(dim=shape.rotary_dim, max_seq_len=shape.max_seq_len, theta=shape.rope_theta)
+    layers = [
+        RoutedBlock.Config(
+            **norms(shape),
+            attention=gqa_config(
+                shape, inner_attention, rope=rope, qk_norm=shape.qk_norm, qkv_bias=shape.attention_bias
+            ),
+            **sigmoid_network(shape, index),
+            layer=index,
+        )
+        for index in range(shape.num_layers)
+    ]
+    return model_spec(shape, head, DensePolicy, layers, parallelize_qwen3, names=SIGMOID_NAMES)
+
+
+def tiny(path: Path) -> Path:
+    """Writes a tiny random model."""
+    from ownloop_families.tiny import ROUTED, SHAPE, save_random
+
+    return save_random(path, "Glm4MoeForCausalLM", **SHAPE, **ROUTED, use_qk_norm=True, attention_bias=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from plugins.families.tests.families import MODELS
+from ownloop_families.tiny import TINY_FAMILIES as MODELS
 from tests.generator.engines import EngineFactory
 from tests.generator.test_architectures import assert_logprobs_are_the_trainers
 

@@ -8,9 +8,11 @@ import pytest
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ownloop_families.decoders import deepseek_v3, gpt_oss, qwen3_5, read_yarn
-from plugins.families.tests.families import MODELS
-from rl.system.hf_config import read_config
+from ownloop_families import qwen3_5
+from ownloop_families.shapes import read_yarn
+from ownloop_families.tiny import TINY_FAMILIES as MODELS
+from rl.system.decoders import ExpertsConfig
+from rl.system.hf_config import parse_decoder_config, read_config
 from rl.tiny_models import random_batch
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
@@ -58,8 +60,8 @@ def test_ranks_that_cannot_cut_a_layer_are_refused(tmp_path: Path, name: str, ke
 @pytest.mark.parametrize(
     ("name", "family", "option"),
     [
-        ("gpt_oss", "gpt-oss", "context_parallel"),
-        ("qwen3_5", r"Qwen3\.5", "context_parallel"),
+        ("gpt_oss", "gpt_oss", "context_parallel"),
+        ("qwen3_5", "qwen3_5", "context_parallel"),
     ],
 )
 def test_layouts_that_are_not_proven_are_refused(tmp_path: Path, name: str, family: str, option: str) -> None:
@@ -73,25 +75,38 @@ def test_published_settings_of_qwen3_5_are_read(tmp_path: Path) -> None:
     settings = dict(read_config(MODELS["qwen3_5_moe"][1](tmp_path / "model")))
     for key in ("intermediate_size", "layer_types", "head_dim", "partial_rotary_factor", "rope_parameters"):
         del settings[key]
-    shape = qwen3_5({**settings, "num_hidden_layers": 5})
+    shape = qwen3_5.decoder({**settings, "num_hidden_layers": 5})
     assert shape.attends == (False, False, False, True, False)
     assert (shape.head_dim, shape.rotary_dim) == (256, 64)
 
 
+def test_both_spellings_of_experts_are_read(tmp_path: Path) -> None:
+    settings = dict(read_config(MODELS["qwen3_moe"][1](tmp_path / "model")))
+    count = settings.pop("num_experts", None) or settings.pop("num_local_experts")
+    settings.pop("num_local_experts", None)
+    expected = ExpertsConfig(num_experts=4, experts_per_token=2, hidden_dim=64, normalize_scores=True)
+    for spelling in ("num_experts", "num_local_experts"):
+        assert parse_decoder_config({**settings, spelling: count}).moe == expected
+    assert parse_decoder_config({**settings, "head_dim": None}).head_dim == 128 // 4
+
+
 def test_settings_that_would_change_the_model_are_refused(tmp_path: Path) -> None:
-    for name, parse, change, message in (
-        ("gpt_oss", gpt_oss, {"attention_bias": False}, "attention_bias is False; only True is supported"),
-        ("gpt_oss", gpt_oss, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be between 1 and the 4"),
-        ("deepseek_v3", deepseek_v3, {"rope_interleave": False}, "rope_interleave is False; only True is supported"),
-        ("deepseek_v3", deepseek_v3, {"rope_interleave": None}, "rope_interleave is None; only True is supported"),
-        ("deepseek_v3", deepseek_v3, {"topk_group": 0}, "topk_group is 0; it must be between 1 and n_group, 2"),
-        ("qwen3_5", qwen3_5, {"attention_bias": True}, "attention_bias is True; only False is supported"),
-        ("qwen3_5", qwen3_5, {"rope_parameters": {"partial_rotary_factor": 0}}, "partial_rotary_factor is 0; it must"),
-        ("gpt_oss", gpt_oss, {"rope_parameters": {"rope_theta": 1e4}}, "without rope_type; state it, 'yarn' or"),
+    for name, change, message in (
+        ("gpt_oss", {"attention_bias": False}, "attention_bias is False; only True is supported"),
+        ("gpt_oss", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be between 1 and the 4"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False; only True is supported"),
+        ("deepseek_v3", {"rope_interleave": None}, "rope_interleave is None; only True is supported"),
+        ("deepseek_v3", {"topk_group": 0}, "topk_group is 0; it must be between 1 and n_group, 2"),
+        ("qwen3_5", {"attention_bias": True}, "attention_bias is True; only False is supported"),
+        ("qwen3_5", {"rope_parameters": {"partial_rotary_factor": 0}}, "partial_rotary_factor is 0; it must"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]; only \[\] is"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; only 1 is"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be between 1 and the 4 experts"),
+        ("gpt_oss", {"rope_parameters": {"rope_theta": 1e4}}, "without rope_type; state it, 'yarn' or"),
     ):
         settings = read_config(MODELS[name][1](tmp_path / f"{name}-{message[:15]}"))
         with pytest.raises(ValueError, match=message):
-            parse({**settings, **change})
+            parse_decoder_config({**settings, **change})
     with pytest.raises(ValueError, match="rope_type is 'linear'; supported are 'default' and 'yarn'"):
         read_yarn({"rope_type": "linear"}, 128)
 

@@ -10,9 +10,17 @@ from generator.config import GeneratorConfig
 from generator.options import engine_options
 from rl.tiny_models import tiny_qwen3_moe
 from tests.generator.served_models import served_llama
-from tests.trainer.engines.test_decoder_config import LLAMA, MOE, check
+from tests.trainer.engines.test_decoder_config import LLAMA, check
 from trainer.config import TrainerConfig
 from trainer.engines.model_check import check_model
+
+MOE: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
 
 
 def test_gpu_logic_kernels_leave_experts_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def test_gpu_logic_several_ranks_round_no_more_than_one(tmp_path: Path, names: t
 def test_gpu_logic_experts_are_scored_in_float32_on_every_device() -> None:
     """GPUs do so by autocast, which a CPU ignores: in bfloat16 it would send tokens to other experts."""
     importlib.import_module("trainer.engines.titan.model")  # applies the patches
-    from ownloop_families.experts import RouterGate
+    from ownloop_families.titan.experts import RouterGate
 
     torch.manual_seed(0)
     gate = RouterGate.Config(in_features=64, out_features=4).build().bfloat16()

@@ -21,8 +21,8 @@ from controller.runs.metric_rows import is_timing
 from generator.config import GeneratorConfig
 from generator.engine_calls import EngineCalls
 from ownloop_doctors.mismatch import measure_parity
+from ownloop_families.tiny import TINY_FAMILIES as MODELS
 from ownloop_vision.image_prompts import FOLDER
-from plugins.families.tests.families import MODELS
 from rl.system.hf_config import find_family, read_config
 from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from generator.config import LoRALimits
+from ownloop_families.tiny import TINY_FAMILIES as MODELS
 from ownloop_vision.image_prompts import FOLDER
-from plugins.families.tests.families import MODELS
 from plugins.vision.tests import with_torchvision
 from rl.lora import LoRAConfig
 from tests.generator.adapted import largest_error, merged, pull_adapter, random_adapter

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from plugins.families.tests.families import MODELS
+from ownloop_families.tiny import TINY_FAMILIES as MODELS
 from rl.losses import get_loss
 from rl.tiny_models import random_batch
 from rl.types import AdamParams

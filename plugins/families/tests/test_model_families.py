@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from generator.config import GeneratorConfig
 from generator.options import engine_options
-from plugins.families.tests.families import MODELS
+from ownloop_families.tiny import TINY_FAMILIES as MODELS
 from rl.system.hf_config import proven_architectures
 from rl.tiny_models import random_batch, tiny_llama
 from tests.made_up_plugin import write_plugin

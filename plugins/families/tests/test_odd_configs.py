@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ownloop_families.tiny_families import TINY_FAMILIES
+from ownloop_families.tiny import TINY_FAMILIES
 from rl.tiny_models import tiny_qwen3_moe
 from tests.trainer.engines.odd_configs import assert_odd_is_refused, assert_refused_as_vllm_differs, miss_every_value
 
@@ -22,13 +22,13 @@ from tests.trainer.engines.odd_configs import assert_odd_is_refused, assert_refu
 def test_an_odd_model_directory_is_one_sentence(
     family: str, engine: str, key: str, null: bool, message: str, tmp_path: Path
 ) -> None:
-    assert_odd_is_refused(TINY_FAMILIES[family](tmp_path / "model"), engine, key, null=null, message=message)
+    assert_odd_is_refused(TINY_FAMILIES[family][1](tmp_path / "model"), engine, key, null=null, message=message)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_no_value_of_a_config_may_be_missed_without_a_sentence(family: str, tmp_path: Path) -> None:
-    miss_every_value(TINY_FAMILIES[family](tmp_path / "model"))
+    miss_every_value(TINY_FAMILIES[family][1](tmp_path / "model"))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_no_value_of_a_config_may_be_missed_without_a_sentence(family: str, tmp_
     [
         (tiny_qwen3_moe, "attention_bias", True),
         (tiny_qwen3_moe, "hidden_act", "gelu"),
-        (TINY_FAMILIES["gemma4"], "hidden_activation", "silu"),
+        (TINY_FAMILIES["gemma4"][1], "hidden_activation", "silu"),
     ],
 )
 def test_settings_that_vllm_understands_otherwise_are_refused(tmp_path: Path, make: Any, key: str, value: Any) -> None:

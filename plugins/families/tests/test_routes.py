@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ownloop_families.tiny_families import TINY_FAMILIES
+from ownloop_families.tiny import TINY_FAMILIES
 from rl.losses import get_loss
 from rl.system.hf_config import experts_of, read_config
 from rl.tiny_models import tiny_qwen3_moe
@@ -34,7 +34,7 @@ BATCH = random_groups([(9, (4, 9, 3)), (12, (5, 5))], vocab_size=2)
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     folder = tmp_path_factory.mktemp("routes")
     qwen3_moe = tiny_qwen3_moe(folder / "qwen3_moe", num_hidden_layers=3)
-    return {"qwen3_moe": qwen3_moe, "gpt_oss": TINY_FAMILIES["gpt_oss"](folder / "gpt_oss")}
+    return {"qwen3_moe": qwen3_moe, "gpt_oss": TINY_FAMILIES["gpt_oss"][1](folder / "gpt_oss")}
 
 
 NAMES = ("torchtitan qwen3_moe", "megatron qwen3_moe", "torchtitan gpt_oss")

@@ -4,6 +4,7 @@ That it computes what the others do is tested with them, in test_engine_contract
 """
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ from ownloop_doctors.one_rank import MICROBATCHES, MODEL_CHECKS, PARAMS, Subject
 from ownloop_megatron.mcore.names import Piece, pieces_of
 from rl.data.packing import Document
 from rl.losses import get_loss
-from rl.tiny_models import random_batch, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from rl.system.hf_config import read_decoder_config
+from rl.tiny_models import random_batch, tiny_dense, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from tests.trainer.engine_params import INSTALLED
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
 from trainer.engines.contract.plain_ranks import relative_error
 from trainer.engines.contract.reference import ReferencePolicy, gradients
-from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.model_check import check_model
 
 needs_megatron = pytest.mark.skipif("megatron" not in INSTALLED, reason="the package 'megatron' is not installed")
@@ -131,7 +132,7 @@ def test_options_and_a_provider_change_what_is_computed(tmp_path: Path) -> None:
 @needs_megatron
 @pytest.mark.parametrize(
     ("make", "name"),
-    [(make, name) for make in (tiny_qwen3_moe, tiny_qwen2) for name in MODEL_CHECKS],
+    [(make, name) for make in (tiny_qwen3_moe, partial(tiny_dense, "qwen2")) for name in MODEL_CHECKS],
 )
 def test_models_that_only_some_engines_have_keep_the_contract(name: str, make: Any, tmp_path: Path) -> None:
     model = make(tmp_path / "model")

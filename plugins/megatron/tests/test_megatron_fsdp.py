@@ -17,7 +17,7 @@ from ownloop_doctors.several_ranks import LAYOUT_CHECKS, LayoutResults, layout_s
 from plugins.doctors.tests.ranks import script
 from plugins.megatron.tests.cpu_streams import build_on_cpu, install
 from rl.losses import get_loss
-from rl.tiny_models import critic_batch, tiny_critic, tiny_llama, tiny_mistral, tiny_qwen3
+from rl.tiny_models import critic_batch, tiny_critic, tiny_dense, tiny_llama, tiny_qwen3
 from rl.types import AdamParams
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
@@ -107,7 +107,7 @@ def test_it_keeps_the_contract(check: str, model: str, tmp_path: Path) -> None:
     ],
 )
 def test_options_change_no_gradient(options: dict[str, Any], tmp_path: Path) -> None:
-    model = tiny_mistral(tmp_path / "model", tied=False)
+    model = tiny_dense("mistral", tmp_path / "model", tied=False)
     dtype = options.get("compute_dtype", "float32")
     engines = (
         build_on_cpu(config_of(model, **options)),

@@ -24,8 +24,8 @@ from ownloop_plan.memory import trainer_memory
 from ownloop_plan.sizes import ModelSize
 from ownloop_plan.times import Work, operations
 from rl.lora import LoRAConfig
+from rl.system.hf_config import read_decoder_config
 from trainer.config import TrainerConfig
-from trainer.engines.decoder_config import read_decoder_config
 
 EFFICIENCY = 0.75
 """The share of the rate of a large product that a step of a model of this size reaches on one thread."""

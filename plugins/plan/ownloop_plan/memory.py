@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from generator.config import LORA_RANKS, GeneratorConfig
 from ownloop_plan.gpus import GPU
-from ownloop_plan.sizes import ModelSize, Stage, TensorSize
+from ownloop_plan.sizes import ModelSize, Stage, TensorSize, of_rank
 from rl.lora import LoRAConfig
 from rl.weights.version import LIVING_VERSIONS
 from trainer.config import TrainerConfig
@@ -91,19 +91,19 @@ def _of_stage(
 
 def _state(model: ModelSize, config: TrainerConfig, stage: Stage) -> dict[str, int]:
     """Parameters, copies, gradients and moments of a rank; see docs/memory.md."""
-    of_rank = model.of_stage(config, stage)
+    held = model.of_stage(config, stage)
     compute = _width(config)
     if config.is_frozen:
         adapter = 0 if config.lora is None else model.adapter(config.lora, stage)
         adapted = {"adapter": adapter * _FLOAT32, "moments": adapter * 2 * _FLOAT32}
-        return {"parameters": of_rank * compute, **adapted, "gradients": adapter * _FLOAT32}
+        return {"parameters": held * compute, **adapted, "gradients": adapter * _FLOAT32}
     moments = 2 * (_BF16 if config.moments_dtype == "bfloat16" else _FLOAT32)
-    copies = of_rank * _BF16 if config.num_ranks == 1 and compute == _BF16 else 0
+    copies = held * _BF16 if config.num_ranks == 1 and compute == _BF16 else 0
     return {
-        "parameters": of_rank * _FLOAT32,
+        "parameters": held * _FLOAT32,
         "copies": copies,
-        "moments": of_rank * moments,
-        "gradients": of_rank * _FLOAT32,
+        "moments": held * moments,
+        "gradients": held * _FLOAT32,
     }
 
 
@@ -128,8 +128,8 @@ def activations_per_token(model: ModelSize, config: TrainerConfig, checkpointing
     width = _width(config)
     kept = {
         "full": d,
-        "selective": 2 * d + model.kept_products(kind) + model.feed_forward,
-        "none": 4 * d + model.kept(kind),
+        "selective": 2 * d + model.decoder.kept_products(kind) + model.decoder.network_dim,
+        "none": 4 * d + model.decoder.kept(kind),
     }[checkpointing]
     moe = model.decoder.moe
     if moe is not None and checkpointing == "none":  # tokens are copied once for each of their experts, there and back
@@ -187,9 +187,10 @@ def _at_layers(
     whole = _activations(model, config, tokens, "none")
     saved = _activations(model, config, tokens, config.activation_checkpointing)
     before = _saved(model, config, stage, tokens)
-    passing = 3 * model.feed_forward * width * _tokens_here(config, tokens)  # of both projections and of their product
+    of_products = 3 * model.decoder.network_dim  # of both projections and of their product
+    passing = of_products * width * _tokens_here(config, tokens)
     keeps_gradient = not config.is_frozen and not earlier
-    grown = model.embedding.of_rank(config) * _FLOAT32 if keeps_gradient and stage.projects else 0
+    grown = of_rank(model.embedding, config) * _FLOAT32 if keeps_gradient and stage.projects else 0
     for index, kind in reversed(list(enumerate(stage.kinds))):
         before -= saved[kind]
         gathered = 2 * of_kinds[kind] + (
@@ -199,7 +200,7 @@ def _at_layers(
         weights += 0 if config.is_frozen else of_kinds[kind] * (width + _FLOAT32)
         yield {"activations": before + whole[kind] + passing, "layer": weights, "gradients": earlier + grown}
         if keeps_gradient:
-            grown += sum(each.of_rank(config) for each in model.layers[kind][1]) * _FLOAT32
+            grown += sum(of_rank(each, config) for each in model.layers[kind][1]) * _FLOAT32
 
 
 def _gathered(tensor: TensorSize, config: TrainerConfig) -> int:
@@ -241,15 +242,15 @@ def cache_bytes_per_token(model: ModelSize, config: GeneratorConfig) -> int:
     """
     width = _FLOAT32 if config.dtype == "float32" else _BF16
     heads = -(-model.decoder.num_kv_heads // config.tensor_parallel)
-    of_layer = model.latent or 2 * heads * model.decoder.head_dim
-    return int(model.cached_layers(config.max_model_len) * of_layer * width)
+    of_layer = model.decoder.latent or 2 * heads * model.decoder.head_dim
+    return int(model.decoder.cached_layers(config.max_model_len) * of_layer * width)
 
 
 def state_bytes(model: ModelSize, config: GeneratorConfig) -> int:
     """What delta rules keep of one sequence, however long it is, on one rank of the generator."""
     width = {"float32": _FLOAT32, "bfloat16": _BF16}
-    states, inputs = model.state
-    of_states = width.get(model.state_dtype, width[config.dtype])
+    states, inputs, dtype = model.decoder.state
+    of_states = width.get(dtype, width[config.dtype])
     return (states * of_states + inputs * width[config.dtype]) // config.tensor_parallel
 
 
@@ -263,7 +264,7 @@ def generator_memory(model: ModelSize, config: GeneratorConfig, gpu: GPU, *, ver
     share = float(config.engine_args.get("gpu_memory_utilization", 0.8 if config.placement == "colocated" else 0.92))
     weights = model.numel * width // config.tensor_parallel
     batch = max(int(config.engine_args.get("max_num_batched_tokens") or 8192), config.max_num_seqs)
-    working = batch * (4 * model.decoder.dim + 2 * model.feed_forward) * width
+    working = batch * (4 * model.decoder.dim + 2 * model.decoder.network_dim) * width
     working += config.max_num_seqs * model.decoder.vocab_size * _FLOAT32 * 2
     states = config.max_num_seqs * state_bytes(model, config)
     room = _adapter_bytes(model, config, width)

@@ -27,9 +27,8 @@ from ownloop_plan.sizes import ModelSize
 from ownloop_plan.times import StepTime, Work, num_gpus, step_time
 from rl.checks import MAX_FLOAT32, check_at_least, check_between, check_known
 from rl.system.disk import cache_directory, write_json
-from rl.system.hf_config import read_config
+from rl.system.hf_config import parse_decoder_config, read_config
 from trainer.config import LayoutConfig, TrainerConfig
-from trainer.engines.titan.layout_check import parse_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +124,7 @@ def _read(options: Plan, config: Any) -> tuple[ModelSize, Any, Any, Work]:
     if options.search is None:
         check_layout(trainer)
     try:
-        shape = parse_shape(settings)
+        shape = parse_decoder_config(settings)
     except ValueError as error:  # of torchtitan, whose models these are; the recipe may have another engine
         raise ValueError(f"plan knows the models that torchtitan trains, and not this one: {error}") from None
     if trainer.engine != "torchtitan":

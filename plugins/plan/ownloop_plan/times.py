@@ -100,9 +100,10 @@ def operations(model: ModelSize, trainer: TrainerConfig, work: Work) -> float:
     length = work.prompt_tokens + work.completion_tokens / 2
     pairs = scored * length + work.num_prompts * work.prompt_tokens**2 / 2
     linear = (
-        2.0 * (model.active + model.rule_products) * work.trained_tokens + 2.0 * d * model.decoder.vocab_size * scored
+        2.0 * (model.active + model.decoder.rule_products) * work.trained_tokens
+        + 2.0 * d * model.decoder.vocab_size * scored
     )
-    attention = 2.0 * model.num_attending * (model.queries + model.values) * pairs
+    attention = 2.0 * model.decoder.num_attending * (model.decoder.queries + model.decoder.values) * pairs
     passes = (2 if trainer.is_frozen else 3) + (1 if trainer.activation_checkpointing == "full" else 0)
     return passes * linear + (passes if not trainer.is_frozen else passes + 1) * attention
 

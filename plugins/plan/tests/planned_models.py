@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ownloop_plan.sizes import ModelSize
-from rl.system.hf_config import read_config
-from trainer.engines.titan.layout_check import parse_shape
+from rl.system.hf_config import parse_decoder_config, read_config
 
 QWEN3: dict[str, dict[str, Any]] = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -61,4 +60,4 @@ def write_qwen3_5(folder: Path, kind: str) -> Path:
 
 
 def size_of(folder: Path) -> ModelSize:
-    return ModelSize(parse_shape(read_config(folder)))
+    return ModelSize(parse_decoder_config(read_config(folder)))

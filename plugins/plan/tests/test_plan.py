@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, Gpt
 
 from controller.commands.command_line import run_command
 from generator.config import GeneratorConfig
-from ownloop_families.tiny_families import TINY_FAMILIES
+from ownloop_families.tiny import TINY_FAMILIES
 from ownloop_plan.gpus import GPUS, Efficiency
 from ownloop_plan.memory import cache_bytes_per_token, generator_memory, longest_row, trainer_memory
 from ownloop_plan.plan_command import memory_lines
@@ -20,7 +21,7 @@ from ownloop_plan.times import Work, operations, step_time
 from plugins.plan.tests.planned_models import QWEN3, size_of, write_qwen3, write_qwen3_5
 from rl.data.packing import ModelFlops, pack_row
 from rl.lora import LoRAConfig
-from rl.tiny_models import random_batch, tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from rl.tiny_models import random_batch, tiny_dense, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from tests.architectures import MODELS
 from trainer.config import TrainerConfig
 
@@ -52,11 +53,13 @@ MEASURED_QWEN3_5 = (
 
 
 TENSOR_AND_EXPERTS = TrainerConfig(tensor_parallel=2, expert_parallel=2)
-FAMILIES = [TINY_FAMILIES[name] for name in ("gpt_oss", "glm4_moe", "deepseek_v3")]
-HYBRIDS = [TINY_FAMILIES[name] for name in ("qwen3_5", "qwen3_5_moe")]
+FAMILIES = [TINY_FAMILIES[name][1] for name in ("gpt_oss", "glm4_moe", "deepseek_v3")]
+HYBRIDS = [TINY_FAMILIES[name][1] for name in ("qwen3_5", "qwen3_5_moe")]
 
 
-@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe, *FAMILIES, *HYBRIDS])
+@pytest.mark.parametrize(
+    "make", [tiny_llama, partial(tiny_dense, "qwen2"), tiny_qwen3, tiny_qwen3_moe, *FAMILIES, *HYBRIDS]
+)
 def test_parameters_are_those_of_transformers(tmp_path: Path, make: Any) -> None:
     folder = make(tmp_path / "model")
     with torch.device("meta"):

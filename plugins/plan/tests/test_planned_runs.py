@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import (
 
 from controller.commands.command_line import run_command
 from generator.config import GeneratorConfig, LoRALimits
-from ownloop_families.tiny_families import TINY_FAMILIES
+from ownloop_families.tiny import TINY_FAMILIES
 from ownloop_plan.gpus import GIB, GPUS, Efficiency
 from ownloop_plan.memory import fits_sequences, generator_memory, trainer_memory
 from ownloop_plan.plan_command import Plan, planned
@@ -101,7 +101,7 @@ CONFIGS = {
 @pytest.mark.parametrize(
     "make",
     [tiny_llama, lambda path: tiny_qwen3(path, tied=False), tiny_qwen3_moe]
-    + [TINY_FAMILIES[name] for name in ("gpt_oss", "glm4_moe", "deepseek_v3", "qwen3_5", "qwen3_5_moe")],
+    + [TINY_FAMILIES[name][1] for name in ("gpt_oss", "glm4_moe", "deepseek_v3", "qwen3_5", "qwen3_5_moe")],
 )
 def test_adapters_are_the_engines(tmp_path: Path, make: Any, lora: str) -> None:
     folder, config = make(tmp_path / "model"), CONFIGS[lora]

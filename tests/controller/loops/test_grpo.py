@@ -18,7 +18,7 @@ from controller.runs.folder import RunFolder
 from controller.runs.metric_rows import is_timing
 from generator.config import GeneratorConfig
 from rl.envs.procedural import TextProblem
-from rl.tiny_models import SERVABLE, tiny_qwen2
+from rl.tiny_models import SERVABLE, tiny_dense
 from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
 from tests.generator.served_models import served_llama
@@ -44,7 +44,7 @@ def _with_characters(problem: TextProblem) -> TextProblem:
 @pytest.mark.slow  # pulls of biased weights: tests/generator/cpu/test_kinds.py
 @pytest.mark.parametrize("tied", [True, False])
 def test_in_bfloat16_they_agree_about_a_model_with_biases(tmp_path: Path, tied: bool) -> None:
-    model = tiny_qwen2(tmp_path / "model", tied=tied, **{**SERVABLE, "vocab_size": 320})
+    model = tiny_dense("qwen2", tmp_path / "model", tied=tied, **{**SERVABLE, "vocab_size": 320})
     byte_tokens = {token: number for number, token in enumerate(sorted(ByteLevel.alphabet()))}
     Qwen2Tokenizer(vocab=byte_tokens, merges=[]).save_pretrained(model)
     config = GRPOConfig(

@@ -10,7 +10,7 @@ import torch
 
 from rl.data.batching import plan_batch
 from rl.losses import LossInputs, get_loss
-from rl.tiny_models import VOCAB_SIZE, random_batch, tiny_llama, tiny_qwen2, tiny_qwen3
+from rl.tiny_models import VOCAB_SIZE, random_batch, tiny_dense, tiny_llama, tiny_qwen3
 from rl.types import REPORTED_WEIGHT, AdamParams, Datum
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
@@ -34,7 +34,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "llama_untied": lambda path: tiny_llama(path, tied=False),
     "llama_multi_head": lambda path: tiny_llama(path, num_kv_heads=4),
     "llama_rope_scaling": lambda path: tiny_llama(path, rope_parameters=LLAMA3_ROPE, rms_norm_eps=1e-2),
-    "qwen2_untied": lambda path: tiny_qwen2(path, tied=False),
+    "qwen2_untied": lambda path: tiny_dense("qwen2", path, tied=False),
     "qwen3_tied": lambda path: tiny_qwen3(path, tied=True),
     "qwen3_untied": lambda path: tiny_qwen3(path, tied=False),
 }

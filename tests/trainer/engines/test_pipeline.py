@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from rl.data.packing import PackedRow, pack_row
 from rl.losses import LossInputs, get_loss
+from rl.system.hf_config import read_decoder_config
 from rl.tiny_models import random_batch, tiny_qwen3
 from trainer.config import TrainerConfig
 from trainer.engines.base import PeakMemory
-from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.pytorch.pipeline import Pipeline, PipelinedRows, StageInputs
 from trainer.engines.pytorch.row_runner import OutputCollector, RowRunner, SequentialRows
 from trainer.engines.titan.model.build import build_model

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from rl.data.packing import ModelFlops, PackedRow, pack_row, pad_row
+from rl.system.hf_config import read_decoder_config
 from rl.tiny_models import random_batch, tiny_llama
 from trainer.config import TrainerConfig
 from trainer.engines.contract.reference import random_groups
-from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.pytorch.document_attention import segment_mask
 from trainer.engines.titan.engine import TitanEngine
 from trainer.engines.titan.model import row_scorer

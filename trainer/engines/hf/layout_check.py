@@ -1,22 +1,20 @@
 """Which models and layouts an engine over models of transformers can train."""
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from rl.system.hf_config import VisionParts, find_family, longest_context, proven_architectures, vision_of
+from rl.system.decoders import backbone
+from rl.system.hf_config import (
+    VisionParts,
+    agreed_settings,
+    find_family,
+    longest_context,
+    proven_architectures,
+    vision_of,
+)
 from trainer.config import TrainerConfig
-from trainer.engines.decoder_config import CLASSIFIER_SUFFIX, FAMILIES
 from trainer.engines.model_check import ModelLimits
-
-_DISAGREED: Mapping[str, tuple[Any, Collection[str]]] = {
-    "partial_rotary_factor": (1.0, FAMILIES),
-    "attention_bias": (False, ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")),
-    "use_bidirectional_attention": (False, ("Gemma3ForCausalLM",)),
-    "hidden_act": ("silu", ("Qwen3MoeForCausalLM", "Qwen3_5MoeForCausalLM")),
-    "hidden_activation": ("gelu_pytorch_tanh", ("Gemma4ForCausalLM",)),
-}
-"""Keys that vLLM understands otherwise than transformers, except with this value; and in which architectures."""
 
 
 def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
@@ -26,15 +24,15 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
     _check_parallelism(config, vision)
     if not isinstance(hf_config.get("vocab_size"), int):
         raise ValueError(f"{config.model / 'config.json'} lacks 'vocab_size'")
-    backbones = {name.replace(CLASSIFIER_SUFFIX, "ForCausalLM") for name in hf_config.get("architectures") or ()}
+    backbones = {backbone(name) for name in hf_config.get("architectures") or ()}
     if (family := find_family(hf_config)) is not None and config.engine not in family.engines:
         raise ValueError(
             f"TrainerConfig.engine is {config.engine!r} and the model is a {family.architectures[0]}, which "
             f"{' and '.join(map(repr, family.engines))} can train"
         )
     stated = {**hf_config, **(hf_config.get("rope_parameters") or {})}
-    for key, (agreed, architectures) in _DISAGREED.items():
-        if stated.get(key) not in (None, agreed) and backbones & {*architectures}:
+    for key, agreed in agreed_settings(hf_config).items():
+        if stated.get(key) not in (None, agreed):
             raise ValueError(f"config.json: {key} is {stated[key]!r}; vLLM and transformers agree only on {agreed!r}")
     if not backbones & set(proven_architectures()):
         _check_unproven(config, sorted(backbones))

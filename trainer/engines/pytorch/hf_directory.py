@@ -26,11 +26,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 
 from rl.lora import PEFT_PREFIX, LoRAConfig, adapted_modules
+from rl.system.decoders import DecoderConfig, Llama3RopeScaling
 from rl.system.hf_config import read_config, read_config_file, renamed, vision_of
 from rl.system.model_files import other_files, weight_files
 from rl.types import Head
 from rl.weights.version import weight_dtype
-from trainer.engines.decoder_config import DecoderConfig, Llama3RopeScaling
 from trainer.engines.pytorch.checkpoint import on_rank_0
 
 VALUE_HEAD = "score.weight"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rl.data.packing import PackedRow, pack_row
-from rl.system.hf_config import read_config
+from rl.system.hf_config import read_decoder_config
 from trainer.config import TrainerConfig
 from trainer.engines.base import Microbatch
 from trainer.engines.model_check import describe_model
@@ -19,7 +19,6 @@ from trainer.engines.pytorch.engine import TorchEngine
 from trainer.engines.pytorch.pipeline import PipelinedRows
 from trainer.engines.pytorch.ranks import choose_device, init_process_group
 from trainer.engines.pytorch.row_runner import SequentialRows
-from trainer.engines.titan.layout_check import parse_shape
 from trainer.engines.titan.model.build import build_model
 from trainer.engines.titan.model.row_scorer import RowScorer
 from trainer.engines.titan.model.specs import expert_views, named_buffers, named_parameters, share_rope_cache
@@ -30,7 +29,7 @@ class TitanEngine(TorchEngine):
 
     def __init__(self, config: TrainerConfig) -> None:
         """Builds and loads the model. Raises ValueError for a model or a layout that cannot be trained."""
-        shape = parse_shape(read_config(config.model))
+        shape = read_decoder_config(config.model)
         device = choose_device()
         torch.manual_seed(config.seed)
         init_process_group(config, device)

@@ -2,20 +2,19 @@
 
 import importlib.util
 from collections.abc import Mapping
-from pkgutil import resolve_name
 from typing import Any
 
+from rl.system.decoders import DecoderConfig
 from rl.system.hardware import sees_gpu
-from rl.system.hf_config import find_family
+from rl.system.hf_config import parse_decoder_config
 from trainer.config import TrainerConfig
-from trainer.engines.decoder_config import DecoderConfig, parse_decoder_config
 from trainer.engines.model_check import ModelLimits
 
 
 def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
     """The engine's `LayoutCheck`."""
-    decoder = parse_shape(hf_config)
-    decoder.check_layout(config)
+    decoder = parse_decoder_config(hf_config)
+    _check_proven(config, decoder)
     _check_tensor_parallel(config, decoder)
     _check_expert_parallel(config, decoder)
     _check_stages(config, decoder)
@@ -23,10 +22,20 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
     return ModelLimits(vocab_size=decoder.vocab_size, max_seq_len=decoder.max_seq_len)
 
 
-def parse_shape(hf_config: Mapping[str, Any]) -> DecoderConfig:
-    """The shape of a model by its settings, of the core's or a family's. Raises ValueError for what is not proven."""
-    family = find_family(hf_config)
-    return resolve_name(family.decoder)(hf_config) if family and family.decoder else parse_decoder_config(hf_config)
+def _check_proven(config: TrainerConfig, decoder: DecoderConfig) -> None:
+    """Raises ValueError for an option that is not proven for the family, or if ranks cannot cut its layers."""
+    for name, value in decoder.proven.items():
+        if (found := getattr(config, name)) != value:
+            raise ValueError(
+                f"TrainerConfig.{name} is {found!r}; for {decoder.family} only {value!r} is proven with engine "
+                "'torchtitan'"
+            )
+    for name, size in decoder.cut.items():
+        if size % config.tensor_parallel:
+            raise ValueError(
+                f"TrainerConfig.tensor_parallel is {config.tensor_parallel}, which does not divide the model's "
+                f"{name} {size}; it must divide that"
+            )
 
 
 def _check_tensor_parallel(config: TrainerConfig, decoder: DecoderConfig) -> None:

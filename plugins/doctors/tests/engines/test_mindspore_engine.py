@@ -36,7 +36,7 @@ from ownloop_doctors.one_rank import (
 )
 from rl.data.sources import JsonlExamples
 from rl.losses import LossInputs, get_loss
-from rl.tiny_models import critic_batch, random_batch, tiny_critic, tiny_llama, tiny_qwen2, tiny_qwen3
+from rl.tiny_models import critic_batch, random_batch, tiny_critic, tiny_dense, tiny_llama, tiny_qwen3
 from tests.made_up_plugin import write_plugin
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
@@ -59,7 +59,7 @@ pytestmark = [
 ]
 MODELS: dict[str, Callable[[Path], Path]] = {
     "llama": tiny_llama,
-    "qwen2": lambda path: tiny_qwen2(path, tied=False),
+    "qwen2": lambda path: tiny_dense("qwen2", path, tied=False),
     "qwen3": lambda path: tiny_qwen3(path, tied=False),
 }
 CHECKS = {**MODEL_CHECKS, **STATE_CHECKS}

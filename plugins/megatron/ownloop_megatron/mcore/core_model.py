@@ -24,9 +24,9 @@ from ownloop_megatron.mcore.groups import RankGroups
 from ownloop_megatron.mcore.layers import SplitAttention, decoder_spec, gather_tokens, split_tokens
 from ownloop_megatron.mcore.layout_check import MODEL_PROVIDER
 from ownloop_megatron.mcore.names import Piece, pieces_of
+from rl.system.decoders import DecoderConfig
 from rl.types import Head
 from trainer.config import TrainerConfig
-from trainer.engines.decoder_config import DecoderConfig
 from trainer.engines.pytorch.distribution import Distribution
 from trainer.engines.pytorch.hf_directory import inverse_frequencies
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values

@@ -16,8 +16,8 @@ from ownloop_megatron.mcore.groups import make_groups
 from ownloop_megatron.mcore.layers import plan_documents, plan_shard
 from ownloop_megatron.mcore.masters import MasterSlices, ShardedMasters, by_name
 from rl.data.packing import PackedRow, pad_row
+from rl.system.hf_config import read_decoder_config
 from trainer.config import TrainerConfig
-from trainer.engines.decoder_config import read_decoder_config
 from trainer.engines.model_check import describe_model
 from trainer.engines.pytorch.context_parallel import RowShard, gather_scored, shard_row
 from trainer.engines.pytorch.distribution import Distribution

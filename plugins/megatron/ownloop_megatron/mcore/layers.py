@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ownloop_megatron.mcore import core_api
 from rl.data.packing import Document
-from trainer.engines.decoder_config import DecoderConfig
+from rl.system.decoders import DecoderConfig
 from trainer.engines.pytorch.context_parallel import ContextMasks, RowShard, attend_in_context, context_masks
 from trainer.engines.pytorch.document_attention import document_attention, plan_row
 from trainer.engines.pytorch.row_runner import of_layer

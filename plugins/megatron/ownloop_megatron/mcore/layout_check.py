@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from rl.checks import did_you_mean
+from rl.system.decoders import DecoderConfig
+from rl.system.hf_config import parse_decoder_config
 from trainer.config import TrainerConfig
-from trainer.engines.decoder_config import DecoderConfig, parse_decoder_config
 from trainer.engines.model_check import ModelLimits
 
 MODEL_PROVIDER = "model_provider"
 """`module:function` that is called as Megatron-core's `GPTModel` is, and returns one. Forks bring their models so."""
+_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _FIELDS = {
     "tensor_model_parallel_size": "tensor_parallel",
     "pipeline_model_parallel_size": "pipeline_parallel",
@@ -41,6 +43,11 @@ _FIXED = {
 def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
     """The engine's `LayoutCheck`."""
     decoder = parse_decoder_config(hf_config)
+    if decoder.family not in _FAMILIES:
+        raise ValueError(
+            f"config.json: architectures is {hf_config.get('architectures')}; engine 'megatron' trains the families "
+            f"{', '.join(_FAMILIES)}; the engines 'torchtitan' and 'fsdp2' train this one"
+        )
     _check_options(config)
     check_engine_args(config.engine_args)
     _check_degrees(config)

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rl.system.decoders import DecoderConfig
 from rl.types import Head
-from trainer.engines.decoder_config import DecoderConfig
 from trainer.engines.pytorch.hf_directory import VALUE_HEAD
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)")

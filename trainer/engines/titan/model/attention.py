@@ -3,6 +3,8 @@
 On a GPU torchtitan's own kernels are used: `varlen` for plain documents in bfloat16, and `flex` for documents that
 share a prefix and in float32, neither of which `varlen` supports. Neither has a backward pass on the CPU. There
 `DocumentAttention` computes each document by the way that `trainer.engines.pytorch.document_attention` chooses.
+
+At the end are rotary embeddings and the order of attention's parts, where families differ in them.
 """
 
 from collections.abc import Sequence
@@ -15,8 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.distributed.context_parallel import cp_shard
+from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.attention import (
     FlexAttention,
+    GQAttention,
     VarlenAttention,
     VarlenMetadata,
     create_attention_mask,
@@ -26,8 +30,10 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 
 from rl.data.packing import Document
+from rl.system.decoders import Llama3RopeScaling
 from trainer.engines.pytorch.context_parallel import ContextMasks, RowShard, attend_in_context, context_masks
 from trainer.engines.pytorch.document_attention import document_attention, plan_row, segment_mask
+from trainer.engines.pytorch.hf_directory import scale_llama3
 from trainer.engines.titan._compat import compile_attention_untuned
 
 _FLEX_DIMS = 16  # the fewest of a head that `flex` has a kernel for
@@ -131,3 +137,80 @@ def sharded_attention_masks(
         return context_masks(documents, shard)
     _, masks = cp_shard(mesh, (positions,), model.get_attention_masks(positions), load_balancer_type="headtail")
     return masks
+
+
+class HFRoPE(CosSinRoPE):
+    """Rotary embeddings as transformers computes them, including Llama 3's scaling, which `CosSinRoPE` refuses."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        """`scaling="llama"` is the `llama3` type of transformers."""
+
+    def _precompute_cache(self) -> torch.Tensor:
+        """[max_seq_len, 2 * dim] cosines, then sines."""
+        config = self.config
+        empty = torch.empty(config.max_seq_len, 2 * config.dim)
+        if empty.is_meta:  # the values follow when the model is on its device; arithmetic here would import sympy
+            return empty
+        angles = torch.outer(torch.arange(config.max_seq_len).float(), self.inverse_frequencies())
+        angles = self.for_pairs(angles)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+    def for_pairs(self, angles: Tensor) -> Tensor:
+        """[max_seq_len, dim / 2] angles -> [max_seq_len, dim], of the dimensions that are rotated together."""
+        return torch.cat([angles, angles], dim=-1)
+
+    def inverse_frequencies(self) -> Tensor:
+        """[dim / 2] angles per position, the fastest first."""
+        config = self.config
+        inv_freq = 1.0 / config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim)
+        if config.scaling != "llama":
+            return inv_freq
+        scaling = Llama3RopeScaling(
+            factor=config.scaling_factor,
+            low_freq_factor=config.low_freq_factor,
+            high_freq_factor=config.high_freq_factor,
+            original_max_position_embeddings=config.original_max_position_embeddings,
+        )
+        return scale_llama3(inv_freq, scaling)
+
+
+class NeighbourRoPE(HFRoPE):
+    """Rotary embeddings of neighbouring dimensions, as Ernie 4.5 has them."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(HFRoPE.Config):
+        """Same fields as `HFRoPE.Config`."""
+
+    def for_pairs(self, angles: Tensor) -> Tensor:
+        """As `HFRoPE.for_pairs`."""
+        return angles.repeat_interleave(2, dim=-1)
+
+    @staticmethod
+    def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """[1, L, heads, head_dim] each, and the cache [1, L, 1, 2 * head_dim] -> both rotated."""
+        cos, sin = rope_cache[..., : query.shape[-1]], rope_cache[..., query.shape[-1] :]
+
+        def rotated(x: Tensor) -> Tensor:
+            turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+            return (x.float() * cos + turned.float() * sin).type_as(x)
+
+        return rotated(query), rotated(key)
+
+
+class NormsRotated(GQAttention):
+    """Attention that rotates queries and keys before it normalises them."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GQAttention.Config):
+        """Same fields as `GQAttention.Config`."""
+
+    def forward(self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:  # noqa: N803
+        """[1, L, D] -> [1, L, D]"""
+        q, k, v = self.qkv_linear(x_BLD)
+        q, k = self.rope(q, k, positions)
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        options: dict[str, Any] = {"attention_masks": attention_masks, "scale": self.scaling}
+        out = self.inner_attention(self.q_norm(q), self.k_norm(k), v, enable_gqa=self.enable_gqa, **options)
+        return self.wo(out.contiguous().flatten(2))

@@ -22,8 +22,8 @@ from torchtitan.models.common import Linear
 from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
+from rl.system.decoders import DecoderConfig
 from trainer.config import TrainerConfig
-from trainer.engines.decoder_config import DecoderConfig
 from trainer.engines.pytorch.low_rank import Adaptable, freeze
 from trainer.engines.pytorch.pipeline import Pipeline
 from trainer.engines.pytorch.ranks import DTYPES

@@ -1,17 +1,17 @@
-"""torchtitan model specs for the Llama, Qwen2 and Qwen3 families, laid out exactly like the Hugging Face checkpoints.
+"""torchtitan's spec of a dense decoder, whatever its row in `rl.system.decoders` says, laid out as its checkpoints are.
 
-As in transformers, query, key and value projections are separate and rotary embeddings rotate halves. So every
-parameter is that of the checkpoint under another name, and nothing has to be fused, permuted or converted on load, push
-or export. Only experts are stacked; `experts.py` unstacks them.
+As in transformers, query, key and value projections are separate and rotary embeddings rotate the same dimensions. So
+every parameter is that of the checkpoint under another name, and nothing has to be fused, permuted or converted on
+load, push or export. Only experts are stacked.
 
-`LlamaPolicy` and `Qwen3Policy` are torchtitan's decoders as policies or critics: their forward pass ends in log-probs
-of target tokens, or in values. Scoring is part of the model's forward pass, so that FSDP gathers the output projection
+A `Policy` is torchtitan's decoder as policy or critic: its forward pass ends in log-probs of target tokens, or in
+values. Scoring is part of the model's forward pass, so that FSDP gathers the output projection
 once for all chunks and frees it like any other parameter.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,15 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear, QKVLinear, RMSNorm, RoPE
+from torchtitan.models.common import Embedding, Linear, QKVLinear, RMSNorm, RoPE
 from torchtitan.models.common.attention import GQAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder, TransformerBlock
 from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.llama3 import Llama3Model, parallelize_llama
-from torchtitan.models.llama3.model import Llama3TransformerBlock
 from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
@@ -36,17 +34,16 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
 from rl.data.packing import Document
+from rl.system.decoders import DecoderConfig
 from rl.types import Head
-from trainer.engines.decoder_config import DecoderConfig, Llama3RopeScaling
 from trainer.engines.pytorch.distribution import Distribution
-from trainer.engines.pytorch.hf_directory import VALUE_HEAD, load_hf_weights, scale_llama3, unstacked
+from trainer.engines.pytorch.hf_directory import VALUE_HEAD, load_hf_weights, unstacked
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.low_rank import Adaptable
-from trainer.engines.titan.model.attention import attention_masks
+from trainer.engines.titan.model.attention import HFRoPE, NeighbourRoPE, NormsRotated, attention_masks
 
 # Every parameter is loaded from a checkpoint, so none is initialized.
 NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
-_WITHOUT_QK_NORM = ("llama", "qwen2")
 
 # torch's wrapper of recomputed layers adds this to the names of parameters and buffers, but not in a state dict.
 _RECOMPUTED = "_checkpoint_wrapped_module."
@@ -72,50 +69,34 @@ HF_LAYER_NAMES = {
 _HF_ROOT_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
 
 
-class HFRoPE(CosSinRoPE):
-    """Rotary embeddings as transformers computes them, including Llama 3's scaling, which `CosSinRoPE` refuses."""
+class NormsAfterBlock(Qwen3TransformerBlock):
+    """A layer whose norms follow attention and the feed-forward network."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(CosSinRoPE.Config):
-        """`scaling="llama"` is the `llama3` type of transformers."""
+    class Config(Qwen3TransformerBlock.Config):
+        """Same fields as `Qwen3TransformerBlock.Config`."""
 
-    def _precompute_cache(self) -> torch.Tensor:
-        """[max_seq_len, 2 * dim] cosines, then sines."""
-        config = self.config
-        empty = torch.empty(config.max_seq_len, 2 * config.dim)
-        if empty.is_meta:  # the values follow when the model is on its device; arithmetic here would import sympy
-            return empty
-        angles = torch.outer(torch.arange(config.max_seq_len).float(), self.inverse_frequencies())
-        angles = torch.cat([angles, angles], dim=-1)
-        return torch.cat([angles.cos(), angles.sin()], dim=-1)
-
-    def inverse_frequencies(self) -> Tensor:
-        """[dim / 2] angles per position, the fastest first."""
-        config = self.config
-        inv_freq = 1.0 / config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim)
-        if config.scaling != "llama":
-            return inv_freq
-        scaling = Llama3RopeScaling(
-            factor=config.scaling_factor,
-            low_freq_factor=config.low_freq_factor,
-            high_freq_factor=config.high_freq_factor,
-            original_max_position_embeddings=config.original_max_position_embeddings,
-        )
-        return scale_llama3(inv_freq, scaling)
+    def forward(self, x: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
+        """[1, L, D] -> [1, L, D]"""
+        x = x + self.attention_norm(self.attention(x, attention_masks, positions))
+        return x + self.ffn_norm(self.feed_forward(x))
 
 
 def build_spec(config: DecoderConfig, head: Head, inner_attention: Module.Config) -> ModelSpec:
     """The torchtitan spec of a model that ends in `head`; `inner_attention` configures its attention kernel."""
     layers = [_layer(config, inner_attention) for _ in range(config.num_layers)]
-    if config.family in _WITHOUT_QK_NORM:
-        return model_spec(config, head, LlamaPolicy, layers, parallelize_llama)
-    return model_spec(config, head, Qwen3Policy, layers, parallelize_qwen3)
+    return model_spec(config, head, DensePolicy, layers, parallelize_qwen3, names=config.row.names)
 
 
 def model_spec(
-    config: DecoderConfig, head: Head, policy: type[Decoder], layers: list[Any], parallelize: Callable[..., Any]
+    config: DecoderConfig,
+    head: Head,
+    policy: type[Decoder],
+    layers: list[Any],
+    parallelize: Callable[..., Any],
+    **options: Any,
 ) -> ModelSpec:
-    """The spec of a `policy` of these layers, which `parallelize` distributes."""
+    """The spec of a `policy` of these layers, which `parallelize` distributes; `options` are the policy's own."""
     lm_head = (
         LogprobHead.Config(in_features=config.dim, out_features=config.vocab_size, param_init=NO_INIT)
         if head == "lm"
@@ -129,6 +110,7 @@ def model_spec(
         norm=norm_config(config, config.dim),
         lm_head=lm_head,
         layers=layers,
+        **options,
     )
     return ModelSpec(
         name=config.family,
@@ -142,7 +124,7 @@ def model_spec(
 
 
 def _layer(config: DecoderConfig, inner_attention: Module.Config) -> TransformerBlock.Config:
-    block_class = Llama3TransformerBlock if config.family in _WITHOUT_QK_NORM else Qwen3TransformerBlock
+    block_class = NormsAfterBlock if config.row.norms_after else Qwen3TransformerBlock
     return block_class.Config(
         **norms(config),
         attention=attention_config(config, inner_attention),
@@ -151,7 +133,19 @@ def _layer(config: DecoderConfig, inner_attention: Module.Config) -> Transformer
 
 
 def attention_config(config: DecoderConfig, inner_attention: Module.Config) -> GQAttention.Config:
-    """Grouped-query attention, with norms of queries and keys in Qwen3 and biases in Qwen2."""
+    """Attention as the family's row says."""
+    row = config.row
+    qk_norm, qkv_bias = row.qk_norm != "none", row.qkv_bias
+    attention = gqa_config(config, inner_attention, rope=_rope(config), qk_norm=qk_norm, qkv_bias=qkv_bias)
+    if row.qk_norm == "after":
+        return NormsRotated.Config(**{each.name: getattr(attention, each.name) for each in fields(attention)})
+    return attention
+
+
+def gqa_config(
+    config: DecoderConfig, inner_attention: Module.Config, *, rope: RoPE.Config, qk_norm: bool, qkv_bias: bool
+) -> GQAttention.Config:
+    """Grouped-query attention."""
     attention = make_gqa_config(
         dim=config.dim,
         n_heads=config.num_heads,
@@ -161,11 +155,11 @@ def attention_config(config: DecoderConfig, inner_attention: Module.Config) -> G
         wo_param_init=NO_INIT,
         inner_attention=inner_attention,
         fuse_qkv=False,
-        rope=_rope(config),
-        qk_norm=None if config.family in _WITHOUT_QK_NORM else norm_config(config, config.head_dim),
+        rope=rope,
+        qk_norm=norm_config(config, config.head_dim) if qk_norm else None,
     )
     assert isinstance(attention.qkv_linear, QKVLinear.Config)
-    attention.qkv_linear.wq.bias = attention.qkv_linear.wkv.bias = config.family == "qwen2"
+    attention.qkv_linear.wq.bias = attention.qkv_linear.wkv.bias = qkv_bias
     return attention
 
 
@@ -185,7 +179,8 @@ def feed_forward(config: DecoderConfig, hidden_dim: int) -> FeedForward.Config:
 
 
 def _rope(config: DecoderConfig) -> HFRoPE.Config:
-    rope = HFRoPE.Config(dim=config.head_dim, max_seq_len=config.max_seq_len, theta=config.rope_theta)
+    rope_class = NeighbourRoPE if config.row.rotates == "neighbours" else HFRoPE
+    rope = rope_class.Config(dim=config.head_dim, max_seq_len=config.max_seq_len, theta=config.rope_theta)
     if (scaling := config.rope_scaling) is not None:
         rope.scaling = "llama"
         rope.scaling_factor = scaling.factor
@@ -291,7 +286,7 @@ def shard_head_only(head: Linear.Config) -> None:
 class Policy(Decoder):
     """A decoder that scores: the forward pass, and what a family may change."""
 
-    hf_layer_names: ClassVar[Mapping[str, str]] = HF_LAYER_NAMES
+    hf_layer_names: Mapping[str, str] = HF_LAYER_NAMES
     shares_prefixes: ClassVar[bool] = True
     """Whether its attention computes documents with suffixes."""
 
@@ -327,36 +322,29 @@ class Policy(Decoder):
         """What the attention of all layers needs to know about a row with positions [1, L]."""
         return attention_masks(positions, documents, compute_dtype)
 
-    @classmethod
-    def hf_name(cls, name: str) -> str:
+    def hf_name(self, name: str) -> str:
         """The Hugging Face name of a parameter, or of a buffer that checkpoints hold."""
         name = name.replace(_RECOMPUTED, "")
         if (match := re.fullmatch(r"layers\.(\d+)\.(.+?)(\.weight|\.bias)?", name)) is not None:
-            return f"model.layers.{match[1]}.{cls.hf_layer_names[match[2]]}{match[3] or ''}"
+            return f"model.layers.{match[1]}.{self.hf_layer_names[match[2]]}{match[3] or ''}"
         return f"{_HF_ROOT_NAMES[name.removesuffix('.weight')]}.weight"
 
 
-class LlamaPolicy(Policy, Llama3Model):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """A Llama that scores."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Llama3Model.Config):
-        """Same fields as `Llama3Model.Config`."""
-
-        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-            """Sets how every parameter and activation is sharded."""
-            Llama3Model.Config.update_from_config(self, config=config, **kwargs)
-            shard_head_only(self.lm_head)
-
-
-class Qwen3Policy(Policy, Qwen3Model):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """A Qwen3 that scores."""
+class DensePolicy(Policy, Qwen3Model):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """A dense decoder, or one with experts, that scores."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3Model.Config):
-        """Same fields as `Qwen3Model.Config`."""
+        """`names` are the family's own, where they are not in `HF_LAYER_NAMES`."""
+
+        names: Mapping[str, str] = field(default_factory=dict[str, str])
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Sets how every parameter and activation is sharded."""
             Qwen3Model.Config.update_from_config(self, config=config, **kwargs)
             shard_head_only(self.lm_head)
+
+    def __init__(self, config: Config) -> None:
+        """Builds it."""
+        super().__init__(config)
+        self.hf_layer_names = {**HF_LAYER_NAMES, **config.names}

@@ -11,9 +11,9 @@ from torch import Tensor
 from torchtitan.models.common import RoPE
 from torchtitan.models.common.rope import _yarn_inv_freq  # pyright: ignore[reportPrivateUsage] - no public one
 
-from ownloop_families.decoders import Yarn
-from trainer.engines.decoder_config import DecoderConfig
-from trainer.engines.titan.model.specs import HFRoPE
+from ownloop_families.shapes import Yarn
+from rl.system.decoders import DecoderConfig
+from trainer.engines.titan.model.attention import HFRoPE
 
 
 def rope_options(shape: DecoderConfig, dim: int, yarn: Yarn | None) -> dict[str, Any]:

@@ -23,13 +23,12 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from ownloop_families.decoders import RoutedShape
+from ownloop_families.shapes import RoutedShape
+from rl.system.decoders import DecoderConfig
 from rl.types import Head
-from trainer.engines.decoder_config import DecoderConfig
 from trainer.engines.pytorch.row_runner import of_layer
 from trainer.engines.titan.model.specs import (
-    HF_LAYER_NAMES,
-    Qwen3Policy,
+    DensePolicy,
     attention_config,
     feed_forward,
     model_spec,
@@ -37,7 +36,6 @@ from trainer.engines.titan.model.specs import (
 )
 
 SIGMOID_NAMES = {
-    **HF_LAYER_NAMES,
     "moe.expert_bias_E": "mlp.gate.e_score_correction_bias",
     "moe.shared_experts.w1": "mlp.shared_experts.gate_proj",
     "moe.shared_experts.w2": "mlp.shared_experts.down_proj",
@@ -203,4 +201,4 @@ def build_spec(shape: DecoderConfig, head: Head, inner_attention: Module.Config)
         )
         for index in range(shape.num_layers)
     ]
-    return model_spec(shape, head, Qwen3Policy, layers, parallelize_qwen3)
+    return model_spec(shape, head, DensePolicy, layers, parallelize_qwen3)

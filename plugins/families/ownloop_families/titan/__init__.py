@@ -1,0 +1,1 @@
+"""What torchtitan lacks of the families: layers, experts and rotary embeddings."""
