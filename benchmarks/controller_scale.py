@@ -14,21 +14,19 @@ import io
 import pickle
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from benchmarks.harness import Bar, parser, print_result
 from controller.handles.trainer_handle import TrainerHandle
-from controller.handles.trainer_mesh import TrainerMesh
 from controller.handles.version_records import VersionRecords
 from controller.processes.mesh import Mesh
 from controller.processes.rank import unpickled
+from controller.processes.rank_processes import RankProcesses
 from controller.runs import Console, LoopConfig, Run, RunFolder
 from rl.advantages import group_mean_std
 from rl.algorithms.metrics import num_completion_tokens
@@ -92,12 +90,14 @@ class CannedGenerator:
 class CannedRank:
     """A trainer's rank that takes batches as bytes and answers with log-probs of the right shape."""
 
-    def __getattr__(self, name: str) -> Any:
-        packed = partial(self._packed, name)
-        return SimpleNamespace(call_one=lambda *arguments: packed(*arguments)(), packed=packed)
+    def packed(self, name: str, arguments: tuple[Any, ...]) -> tuple[bytes, tuple[Any, ...]]:
+        """As `Rank.packed`, with the arguments themselves."""
+        del name
+        return pickle.dumps(arguments), arguments
 
-    def _packed(self, name: str, *arguments: Any) -> Callable[[], Awaitable[Any]]:
-        return partial(self._answer, name, pickle.dumps(arguments), arguments)
+    def send(self, name: str, arguments: tuple[bytes, tuple[Any, ...]]) -> "asyncio.Future[Any]":
+        """As `Rank.send`."""
+        return asyncio.ensure_future(self._answer(name, *arguments))
 
     async def _answer(self, name: str, sent: bytes, arguments: tuple[Any, ...]) -> Any:
         assert sent
@@ -120,7 +120,7 @@ class CannedMesh(Mesh):
     """One such rank, without processes."""
 
     def __init__(self) -> None:
-        super().__init__("trainer", None, None, (), (Path("trainer-0.log"),))
+        super().__init__("trainer", None, None, RankProcesses((), (Path("trainer-0.log"),)))
         self._rank = CannedRank()
 
     def rank(self, index: int) -> Any:
@@ -228,7 +228,7 @@ async def _measure(scratch: Path, num_tokens: int, length: int) -> Cost:
     trainer = TrainerConfig(model=model, max_tokens_per_microbatch=16_384)
     config = LoopConfig(model=str(model), trainer=trainer, num_steps=1, learning_rate=1e-5)
     folder = RunFolder(scratch / f"run-{num_tokens}", {}, min_free_bytes=0)
-    mesh = TrainerMesh(
+    handle = TrainerHandle(
         mesh=CannedMesh(),
         config=trainer,
         limits=ModelLimits(vocab_size=VOCAB_SIZE, max_seq_len=4096),
@@ -237,7 +237,7 @@ async def _measure(scratch: Path, num_tokens: int, length: int) -> Cost:
         pushes=False,
     )
     run = Run(config, folder, Console(io.StringIO()))
-    cost = await cost_of_a_step(run, TrainerHandle(mesh), Renderer(model), num_tokens, length)
+    cost = await cost_of_a_step(run, handle, Renderer(model), num_tokens, length)
     folder.close()
     return cost
 

@@ -119,9 +119,7 @@ async def sides(model: Path, options: argparse.Namespace, requests: int) -> Asyn
             return num_tokens / (time.perf_counter() - begin)
 
         async def offline(prompts: list[list[int]], max_tokens: int, seed: int) -> float:
-            return await mesh.answer(
-                mesh.rank(0).tokens_per_second.call_one(prompts, max_tokens, seed), "tokens_per_second"
-            )
+            return (await mesh.call("tokens_per_second", [(prompts, max_tokens, seed)]))[0]
 
         try:
             yield {"handle": through_handle, "offline": offline}

@@ -101,13 +101,13 @@ class Processes:
 
     async def publish(self, version: int) -> None:
         """Publishes weights that differ a little from the last ones."""
-        await self.trainer.answer(self.trainer.rank(0).step.call_one(), "step")
-        _, record = await self.trainer.answer(self.trainer.rank(0).publish.call_one(version), "publish")
+        await self.trainer.call("step", [()])
+        _, record = (await self.trainer.call("publish", [(version,)]))[0]
         self.version_records.add(record)
 
     async def gaps(self) -> list[tuple[float, float]]:
         """`TimedGenerator.gaps`."""
-        return await self.mesh.answer(self.mesh.rank(0).gaps.call_one(), "gaps")
+        return (await self.mesh.call("gaps", [()]))[0]
 
 
 async def measure(model: Path, num_pulls: int, num_streams: int, threads: int, dtype: Any) -> dict[str, Round]:

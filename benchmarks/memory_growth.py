@@ -23,7 +23,6 @@ import psutil
 from benchmarks.harness import Bar, benchmark_model, parser, print_result, vocab_size
 from controller.commands.output import CapturedOutput
 from controller.handles.trainer_handle import TrainerHandle
-from controller.handles.trainer_mesh import TrainerMesh
 from controller.loops.grpo_async import GRPOAsyncConfig, train
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
@@ -146,7 +145,7 @@ def _processes(logs: Path) -> dict[str, psutil.Process]:
 async def measure_trainer(model: Path, folder: Path, steps: int, prompts: int) -> list[float]:
     """The peak of each step in bytes: of its forward and backward passes or of its update, whichever is larger."""
     config = TrainerConfig(model=model, compute_dtype=cpu_dtype(), num_threads=2, max_tokens_per_microbatch=2048)
-    trainer = TrainerHandle(await TrainerMesh.launch(config, None, folder))
+    trainer = await TrainerHandle.launch(config, None, folder)
     random, vocabulary, peaks = np.random.default_rng(0), vocab_size(model), list[float]()
     try:
         for step in range(1, steps + 1):

@@ -132,11 +132,10 @@ def _actor_step(config: Any, params: AdamParams) -> Callable[[Sequence[Datum]], 
     Returns the fraction of forward_backward's time that was spent outside of the engine.
     """
     from controller.handles.trainer_handle import TrainerHandle
-    from controller.handles.trainer_mesh import TrainerMesh
 
     loop = asyncio.new_event_loop()
     logs = Path(tempfile.mkdtemp(prefix="ownloop-benchmark-"))
-    handle = TrainerHandle(loop.run_until_complete(TrainerMesh.launch(config, "bfloat16", logs)))
+    handle = loop.run_until_complete(TrainerHandle.launch(config, "bfloat16", logs))
 
     async def step(batch: Sequence[Datum]) -> float:
         start = time.perf_counter()

@@ -106,8 +106,8 @@ async def measure(model: Path, repeats: int, threads: int, dtype: str) -> Measur
                 await processes.round(version, seconds)
                 pids, key = (*processes.trainer.pids, *reader.pids, *processes.store.mesh.pids), f"benchmark/{version}"
                 cpu = cpu_seconds(pids)
-                put = await processes.trainer.answer(processes.trainer.rank(0).put.call_one(key), "put")
-                seconds["torchstore"].append(put + await reader.answer(reader.rank(0).get.call_one(key), "get"))
+                put = (await processes.trainer.call("put", [(key,)]))[0]
+                seconds["torchstore"].append(put + (await reader.call("get", [(key,)]))[0])
                 seconds["torchstore_cpu"].append(cpu_seconds(pids) - cpu)
         finally:
             await reader.stop()
@@ -130,21 +130,21 @@ class Meshes:
 
     async def num_bytes(self) -> int:
         """Size of the published weights."""
-        return await self.trainer.answer(self.trainer.rank(0).num_bytes.call_one(), "num_bytes")
+        return (await self.trainer.call("num_bytes", [()]))[0]
 
     async def packs_weights(self) -> bool:
         """`PackingGenerator.packs_weights`."""
-        return await self.generator.mesh.answer(self.generator.mesh.rank(0).packs_weights.call_one(), "packs_weights")
+        return (await self.generator.mesh.call("packs_weights", [()]))[0]
 
     async def round(self, version: int, seconds: dict[str, list[float]]) -> None:
         """Does one copy and one update, and appends their times to `seconds`."""
-        seconds["copy"].append(await self.trainer.answer(self.trainer.rank(0).copy.call_one(), "copy"))
-        await self.trainer.answer(self.trainer.actors.step.call(), "step")
+        seconds["copy"].append((await self.trainer.call("copy", [()]))[0])
+        await self.trainer.call("step", [()] * self.trainer.num_ranks)
         pids = (os.getpid(), *self.trainer.pids, *self.generator.mesh.pids, *self.store.mesh.pids)
         cpu, begin = cpu_seconds(pids), time.perf_counter()
-        pushes = await self.trainer.answer(self.trainer.actors.publish.call(version), "publish")
-        seconds["push"].append(max(took for took, _ in pushes.values()))
-        self.version_records.add(next(record for _, record in pushes.values() if record is not None))
+        pushes = await self.trainer.call("publish", [(version,)] * self.trainer.num_ranks)
+        seconds["push"].append(max(took for took, _ in pushes))
+        self.version_records.add(next(record for _, record in pushes if record is not None))
         pushed = time.perf_counter()
         await self.generator.pull_model_state_dict(version)
         seconds["pull"].append(time.perf_counter() - pushed)
@@ -190,7 +190,7 @@ async def meshes(
         )
         generator = GeneratorHandle(mesh, config, version_records := VersionRecords())
         try:
-            await mesh.answer(mesh.actors.version.call(), "version")
+            await mesh.call("version", [()] * mesh.num_ranks)
             yield Meshes(store, trainer, generator, version_records, logs)
         finally:
             await asyncio.gather(store.stop(), trainer.stop(), generator.stop())

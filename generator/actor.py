@@ -45,6 +45,10 @@ class VLLMGenerator(Actor):
         self._calls: dict[str, asyncio.Task[list[Completion]]] = {}
 
     @concurrent_endpoint
+    async def start(self) -> None:
+        """Answers once the engine is built."""
+
+    @concurrent_endpoint
     async def generate(
         self, call_id: str, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int, policy: Policy
     ) -> list[Completion]:

@@ -31,7 +31,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 from generator._compat import patch_masks, patch_reasoners
-from generator.config import GeneratorConfig, check_length, check_policy, check_pull, check_request
+from generator.config import GeneratorConfig, check_length
 from generator.conversion import ServedPolicy, bounded, to_completions, to_vllm
 from generator.cpu.patches import patch_cpu
 from generator.cpu.sampler import return_kept_sets
@@ -52,11 +52,10 @@ from generator.engine_calls import (
 )
 from generator.options import engine_options
 from generator.updates import WeightUpdates
-from rl.checks import check_known
 from rl.images import images_of, join_tokens
 from rl.lora import Policy
 from rl.system.hf_config import end_token_ids, find_family, read_config, vision_of
-from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
+from rl.types import Completion, PullMode, SamplingParams
 from rl.weights.store import Store
 from rl.weights.version import Fetch, VersionRecord, WeightsError
 
@@ -146,15 +145,14 @@ class GenerationEngine:
         completions (temperature 0), of the model at temperature 1. Cancelling the call frees its place in the
         batch.
 
-        Raises ValueError if vLLM rejects the request or it exceeds the context, and `WeightsError` if the last update
-        left no usable weights; other requests continue. Raises `EngineStoppedError` once the thread has ended.
+        The request is one that `check_request` and `check_policy` accept. Raises ValueError if vLLM rejects it, and
+        `WeightsError` if the last update left no usable weights; other requests continue. Raises `EngineStoppedError`
+        once the thread has ended.
         """
-        tokens = check_request(prompt_tokens, sampling, num_samples, self._config)
-        check_policy(policy, self._config)
         if sampling.seed is None:  # drawn once, so that all tensor-parallel ranks sample the same tokens
             sampling = replace(sampling, seed=secrets.randbits(31))
         num_distinct = num_samples if sampling.temperature > 0 else 1  # greedy samples are all the same
-        request = Generate(self._next_id(), tokens, sampling, num_distinct, policy)
+        request = Generate(self._next_id(), join_tokens(prompt_tokens), sampling, num_distinct, policy)
         completions: list[Completion] = await self._calls.answered(request)
         sampled = [replace(each, temperature=sampling.temperature) for each in completions]
         if not sampling.cuts or sampling.temperature == 0:
@@ -164,10 +162,12 @@ class GenerationEngine:
     def stream(
         self, prompt_tokens: Sequence[int], params: vllm.SamplingParams, *, policy: Policy = None
     ) -> AsyncGenerator[RequestOutput]:
-        """Samples one prompt as vLLM's own parameters say, and yields vLLM's outputs. Raises as `generate` does."""
+        """Samples one prompt as vLLM's own parameters say, and yields vLLM's outputs.
+
+        Raises as `generate` does, and ValueError if the request exceeds the context.
+        """
         scores_prompt = params.prompt_logprobs is not None
         check_length(len(prompt_tokens), params.max_tokens or 1, self._config, scores_prompt=scores_prompt)
-        check_policy(policy, self._config)
         if params.seed is None:
             params.seed = secrets.randbits(31)
         return self._calls.stream(Stream(self._next_id(), join_tokens(prompt_tokens), params, policy))
@@ -187,8 +187,6 @@ class GenerationEngine:
         cannot be had. The old weights then stay in use. If the error came while they were being replaced, running
         requests raise `WeightsError`, and so do new ones until an update succeeds.
         """
-        check_known("mode", mode, PULL_MODES)
-        check_pull(record.policy, self._config, frozen=frozen)
         update = Update(self._next_id(), record, frozen, mode, keep_prefix_cache)
         loop = asyncio.get_running_loop()
         self._fetches[update.id] = lambda key: asyncio.run_coroutine_threadsafe(store.get(key), loop)
@@ -204,9 +202,6 @@ class GenerationEngine:
 
     async def drop_policy(self, policy: Policy) -> None:
         """Serves an adapter or a frozen version no longer; running requests finish. Raises ValueError without it."""
-        check_policy(policy, self._config)
-        if policy is None:
-            raise ValueError("policy is None; the model itself cannot be dropped")
         await asyncio.wrap_future(self._calls.submit(Drop(self._next_id(), policy)))
 
     async def rest(self, *, asleep: bool) -> None:

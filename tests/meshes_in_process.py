@@ -9,12 +9,11 @@ import inspect
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +22,9 @@ from monarch.actor import Actor
 
 from controller.handles.store import WeightStore
 from controller.processes.mesh import Mesh
+from controller.processes.rank_processes import RankProcesses
 from generator.actor import VLLMGenerator
 from tests.stores import FakeStore
-
-T = TypeVar("T")
 
 _END_S = 120.0
 
@@ -71,7 +69,7 @@ class InProcessStore:
 
     def __init__(self, name: str) -> None:
         """Its mesh has no processes that could die."""
-        self.mesh = Mesh("store", None, None, (), ())
+        self.mesh = Mesh("store", None, None, RankProcesses((), ()))
         self.name = name
         self.needed = [self.mesh]
         self.is_free = False
@@ -88,7 +86,7 @@ class InProcessMesh(Mesh):
 
     def __init__(self, name: str, actor: Actor, log_file: Path) -> None:
         """Use `spawn`."""
-        super().__init__(name, None, InProcessActor(actor), (), (log_file,))
+        super().__init__(name, None, InProcessActor(actor), RankProcesses((), (log_file,)))
 
     @classmethod
     async def spawn(
@@ -130,7 +128,7 @@ class InProcessMesh(Mesh):
 
 
 class InProcessActor:
-    """An actor's endpoints as a Monarch actor mesh offers them. Calls run in the order in which they were issued."""
+    """A rank whose calls run in a thread, in the order in which they were issued."""
 
     def __init__(self, actor: Actor) -> None:
         """Starts the thread."""
@@ -140,20 +138,23 @@ class InProcessActor:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
-    def __getattr__(self, name: str) -> "InProcessEndpoint":
-        endpoint: Any = getattr(type(self._actor), name)
+    def packed(self, verb: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments as they are."""
+        del verb
+        return args
+
+    def send(self, verb: str, arguments: tuple[Any, ...]) -> "asyncio.Future[Any]":
+        """Begins a call; as with a process, cancelling the future does not reach it."""
+        endpoint: Any = getattr(type(self._actor), verb)
         # A concurrent endpoint is wrapped in a function that sends the answer to a port.
-        return InProcessEndpoint(self, inspect.unwrap(endpoint._method), concurrent=endpoint._explicit_response_port)
+        call = inspect.unwrap(endpoint._method)(self._actor, *arguments)
 
-    def begin(self, call: Coroutine[Any, Any, T], *, concurrent: bool) -> "asyncio.Future[T]":
-        """Runs a call in the actor's thread; as with a process, cancelling the future does not reach the call."""
-
-        async def in_turn() -> T:
+        async def in_turn() -> Any:
             async with self._turn:
                 return await call
 
-        running = asyncio.run_coroutine_threadsafe(call if concurrent else in_turn(), self._loop)
-        return asyncio.shield(asyncio.wrap_future(running))
+        running = call if endpoint._explicit_response_port else in_turn()
+        return asyncio.shield(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(running, self._loop)))
 
     def stop(self) -> None:
         """Ends the thread. May be called again."""
@@ -166,30 +167,3 @@ class InProcessActor:
         if self._thread.is_alive():
             raise RuntimeError(f"a call of {type(self._actor).__name__} did not end within {_END_S:g} s")
         self._loop.close()
-
-
-class InProcessEndpoint:
-    """One endpoint of an `InProcessActor`."""
-
-    def __init__(self, actor: InProcessActor, method: Any, *, concurrent: bool) -> None:
-        """`method` is the function under the endpoint's decorator."""
-        self._actor = actor
-        self._method = method
-        self._concurrent = concurrent
-
-    def call_one(self, *args: Any, **kwargs: Any) -> "asyncio.Future[Any]":
-        """The answer of the only rank."""
-        call = self._method(self._actor._actor, *args, **kwargs)  # pyright: ignore[reportPrivateUsage]
-        return self._actor.begin(call, concurrent=self._concurrent)
-
-    def packed(self, *args: Any) -> Callable[[], "asyncio.Future[Any]"]:
-        """The call, to be sent later."""
-        return partial(self.call_one, *args)
-
-    async def call(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
-        """The answers of all ranks, which is one."""
-        return {0: await self.call_one(*args, **kwargs)}
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for no answer."""
-        self.call_one(*args, **kwargs)

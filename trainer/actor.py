@@ -85,8 +85,8 @@ class PolicyTrainer(Actor):
         return self._policies[policy].engine.policy_version
 
     @endpoint
-    async def shares_prefixes(self) -> bool:
-        """`Engine.shares_prefixes`."""
+    async def start(self) -> bool:
+        """Answers `Engine.shares_prefixes` once the engine is built."""
         return self._policies[None].engine.shares_prefixes
 
     @endpoint

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.kills.cell import wait_until
 from benchmarks.kills.fault import LOG_NAMES, STRIKE_STEP, Fault, Phase, fault_from_environment
-from controller.handles import generator_handle, trainer_handle, trainer_mesh
+from controller.handles import generator_handle, trainer_handle
 from controller.runs import Loop, RolloutSource, Run
 from controller.runs.folder import complete_checkpoints
 from generator.actor import VLLMGenerator
@@ -84,7 +84,7 @@ class Strike:
         Strike.installed = True
         for (owner, name), phase in _CALLS.items():
             setattr(owner, name, self._watched(getattr(owner, name), phase))
-        trainer_mesh.ACTOR = f"{__name__}:ObedientTrainer"
+        trainer_handle.ACTOR = f"{__name__}:ObedientTrainer"
         generator_handle.ACTOR = f"{__name__}:ObedientGenerator"
         before_step, evaluate, strike = Run.before_step, RolloutSource.evaluate, self
 

@@ -1,12 +1,12 @@
 """What adapters ask of the processes of a run: a trainer and a generator that fit, and calls that name the adapter."""
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from generator.config import GeneratorConfig, LoRALimits
 from rl.lora import LivePolicy, LoRAConfig, Policy
 from rl.protocols import Generator
-from rl.types import Completion, PullMode, SamplingParams
+from rl.types import Completion
 from trainer.config import TrainerConfig
 
 POLICY = "policy"
@@ -25,25 +25,13 @@ class BoundGenerator:
         self.unbound = unbound
         self.name = name
 
-    async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
-    ) -> list[Completion]:
-        """Samples `num_samples` completions of one prompt; see `rl.protocols.Generator`."""
-        return await self.unbound.generate(prompt_tokens, sampling, num_samples, policy=policy or self.name)
+    async def generate(self, *args: Any, policy: Policy = None, **options: Any) -> list[Completion]:
+        """Samples from the adapter; see `rl.protocols.Generator`."""
+        return await self.unbound.generate(*args, policy=policy or self.name, **options)
 
-    async def pull_model_state_dict(
-        self,
-        version: int,
-        *,
-        policy: LivePolicy = None,
-        frozen: bool = False,
-        mode: PullMode = "drain",
-        keep_prefix_cache: bool = False,
-    ) -> None:
-        """Loads exactly this policy version; see `rl.protocols.Generator`."""
-        await self.unbound.pull_model_state_dict(
-            version, policy=policy or self.name, frozen=frozen, mode=mode, keep_prefix_cache=keep_prefix_cache
-        )
+    async def pull_model_state_dict(self, version: int, *, policy: LivePolicy = None, **options: Any) -> None:
+        """Loads exactly this version of the adapter; see `rl.protocols.Generator`."""
+        await self.unbound.pull_model_state_dict(version, policy=policy or self.name, **options)
 
     async def drop_policy(self, policy: Policy) -> None:
         """Forgets an adapter's newest version, or a frozen one; see `rl.protocols.Generator`."""

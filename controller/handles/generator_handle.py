@@ -33,11 +33,6 @@ _PROBE_S = 2.0  # between two looks at the engines
 _ALIVE_S = 10.0  # for an answer that costs no work; on an overloaded host even that takes seconds
 
 
-def _no_meshes() -> Sequence[Mesh]:
-    """For handles that do not know where weights come from."""
-    return ()
-
-
 class GeneratorHandle:
     """Implements `rl.protocols.Generator`."""
 
@@ -46,7 +41,7 @@ class GeneratorHandle:
         mesh: Mesh,
         config: GeneratorConfig,
         version_records: VersionRecords,
-        pulls_from: Callable[[], Sequence[Mesh]] = _no_meshes,
+        pulls_from: Callable[[], Sequence[Mesh]] = tuple,
     ) -> None:
         """Use `launch`."""
         self.mesh = mesh
@@ -66,7 +61,7 @@ class GeneratorHandle:
         gpus: Sequence[str] | None = None,
         hosts: Place | None = None,
         version_records: VersionRecords | None = None,
-        pulls_from: Callable[[], Sequence[Mesh]] = _no_meshes,
+        pulls_from: Callable[[], Sequence[Mesh]] = tuple,
         store_name: str | None = None,
         shared_gpus: SharedGPUs | None = None,
     ) -> "GeneratorHandle":
@@ -96,7 +91,7 @@ class GeneratorHandle:
         )
         handle = cls(mesh, config, version_records or VersionRecords(), pulls_from)
         try:
-            await mesh.answers([mesh.rank(index).version.call_one() for index in range(mesh.num_ranks)], "start")
+            await mesh.call("start", [()] * mesh.num_ranks, varies=True, needs_memory=False)
             await handle._statuses()
         except BaseException:
             await mesh.stop()
@@ -122,18 +117,17 @@ class GeneratorHandle:
         """
         tokens = check_request(prompt_tokens, sampling, num_samples, self.config)
         check_policy(policy, self.config)
-        rank_0, call_id = self.mesh.rank(0), uuid.uuid4().hex
-        limit = asyncio.timeout(self.config.request_timeout_s)
+        call_id, limit = uuid.uuid4().hex, asyncio.timeout(self.config.request_timeout_s)
         try:
             async with self.mesh.gate(), limit:  # the limit begins when the GPUs are there
                 return await self._watched("generate", call_id, tokens, sampling, num_samples, policy)
         except asyncio.CancelledError:
-            rank_0.cancel.broadcast(call_id)
+            self.mesh.tell("cancel", call_id)
             raise
         except TimeoutError:
             if not limit.expired():
                 raise
-            rank_0.cancel.broadcast(call_id)
+            self.mesh.tell("cancel", call_id)
             await self._check_alive()
             raise RequestTimeoutError(
                 f"{self.mesh.name}: a request took longer than {self.config.request_timeout_s:g} s (request_timeout_s)"
@@ -146,19 +140,19 @@ class GeneratorHandle:
         `generate`, in a stream as well. Mistakes in the request itself are a reply.
         """
         check_policy(call.policy, self.config)
-        rank_0, call_id = self.mesh.rank(0), uuid.uuid4().hex
+        call_id = uuid.uuid4().hex
 
         async def events() -> AsyncGenerator[str]:
             try:
                 while (event := await self._watched("openai_events", call_id)) is not None:
                     yield event
             finally:
-                rank_0.cancel.broadcast(call_id)
+                self.mesh.tell("cancel", call_id)
 
         try:
             status, body = await self._watched("openai", call_id, call)
         except asyncio.CancelledError:
-            rank_0.cancel.broadcast(call_id)
+            self.mesh.tell("cancel", call_id)
             raise
         return OpenAIReply(status=status, body=events() if body is None else body)
 
@@ -189,6 +183,8 @@ class GeneratorHandle:
         Raises ValueError if the generator has no such policy.
         """
         check_policy(policy, self.config)
+        if policy is None:
+            raise ValueError("policy is None; the model itself cannot be dropped")
         await self._watched("drop_policy", policy)
 
     async def take_memory(self) -> None:
@@ -201,7 +197,7 @@ class GeneratorHandle:
 
     async def version(self) -> int:
         """The policy version in use. Before the first pull it is 0: the weights in the model's directory."""
-        return await self.mesh.answer(self.mesh.rank(0).version.call_one(), "version", wait="at once")
+        return (await self.mesh.call("version", [()], wait="at once", needs_memory=False))[0]
 
     async def stop(self) -> None:
         """Ends the generator's processes. May be called again."""
@@ -211,21 +207,20 @@ class GeneratorHandle:
         self, verb: str, *args: Any, needs_memory: bool = True, needs: Callable[[], Sequence[Mesh]] = tuple
     ) -> Any:
         """The answer of rank 0, which may take any time. Looks at the engines as long as there is such a call."""
-        async with self.mesh.gate() if needs_memory else contextlib.nullcontext():
-            call = getattr(self.mesh.rank(0), verb).call_one(*args)
-            self._num_watched += 1
-            if self._probes is None or self._probes.done():
-                self._probes = asyncio.create_task(self._probe())
-            try:
-                return await self.mesh.answer(call, verb, rank=0, wait="watched", needs=needs)
-            except EngineStoppedError as error:
-                statuses = await self._statuses()  # raises if a process died
-                raise await self.mesh.calls.end(self._stopped(statuses, verb, error), ()) from error
-            finally:
-                self._num_watched -= 1
-                if self._num_watched == 0:
-                    self._probes.cancel()
-                    self._probes = None  # it ends a little later, and a call that begins before that needs others
+        self._num_watched += 1
+        if self._probes is None or self._probes.done():
+            self._probes = asyncio.create_task(self._probe())
+        try:
+            (answer,) = await self.mesh.call(verb, [args], wait="watched", needs_memory=needs_memory, needs=needs)
+            return answer
+        except EngineStoppedError as error:
+            statuses = await self._statuses()  # raises if a process died
+            raise await self.mesh.end(self._stopped(statuses, verb, error), ()) from error
+        finally:
+            self._num_watched -= 1
+            if self._num_watched == 0:
+                self._probes.cancel()
+                self._probes = None  # it ends a little later, and a call that begins before that needs others
 
     async def _probe(self) -> None:
         """Ends the mesh if an engine has stopped or hangs. The calls that wait for it then raise the error."""
@@ -234,14 +229,13 @@ class GeneratorHandle:
                 await asyncio.sleep(_PROBE_S)
                 statuses = await self._statuses()
                 if any(status.failure is not None for status in statuses):
-                    raise await self.mesh.calls.end(self._stopped(statuses, "generate"), ())
+                    raise await self.mesh.end(self._stopped(statuses, "generate"), ())
                 for rank, status in enumerate(statuses):
                     if (failure := self._hang(rank, status)) is not None:
-                        raise await self.mesh.calls.end(failure, [rank])
+                        raise await self.mesh.end(failure, [rank])
 
     async def _statuses(self) -> list[EngineStatus]:
-        calls = [self.mesh.rank(index).status.call_one() for index in range(self.mesh.num_ranks)]
-        return await self.mesh.answers(calls, "status", wait="at once")
+        return await self.mesh.call("status", [()] * self.mesh.num_ranks, wait="at once", needs_memory=False)
 
     def _stopped(
         self, statuses: Sequence[EngineStatus], verb: str, error: EngineStoppedError | None = None
@@ -249,7 +243,7 @@ class GeneratorHandle:
         """The failure of the rank whose engine stopped first: the others' connections to it end then."""
         failures = {rank: status.failure for rank, status in enumerate(statuses) if status.failure is not None}
         rank = min(failures, key=lambda rank: is_connection_error(RuntimeError(failures[rank])), default=0)
-        reason = f"the engine of {self.mesh.calls.processes.name(rank)} has stopped: {failures.get(rank, error)}"
+        reason = f"the engine of {self.mesh.processes.name(rank)} has stopped: {failures.get(rank, error)}"
         failure = MeshError(self.mesh.name, reason, rank=rank, verb=verb)
         failure.__cause__ = error
         return failure
@@ -258,7 +252,7 @@ class GeneratorHandle:
         limit_s = self.config.deadlines.limit_s(status.slowest_s)
         if status.activity is None or status.seconds < limit_s:
             return None
-        who = self.mesh.calls.processes.name(rank)
+        who = self.mesh.processes.name(rank)
         slowest = "it is the first" if status.slowest_s is None else f"the slowest so far took {status.slowest_s:.1f} s"
         reason = f"the engine of {who} has been in one {status.activity} for {status.seconds:.0f} s ({slowest}), with "
         reason += f"{status.num_unfinished} unfinished samples, after {status.num_steps} steps"
@@ -274,4 +268,4 @@ class GeneratorHandle:
             if not limit.expired():
                 raise
             failure = DeadlineError(self.mesh.name, f"it hangs: no answer within {_ALIVE_S:g} s", verb="generate")
-            raise await self.mesh.calls.end(failure, range(self.mesh.num_ranks)) from None
+            raise await self.mesh.end(failure, range(self.mesh.num_ranks)) from None

@@ -125,7 +125,7 @@ class WeightStore:
             async with asyncio.timeout(_START_S):
                 directory = await get_or_spawn_controller(name, AsyncController)
             await mesh.answer(
-                directory.init.call(strategy=strategy, num_storage_volumes=1, storage_volumes=mesh.actors), "start"
+                "start", directory.init.call(strategy=strategy, num_storage_volumes=1, storage_volumes=mesh.actors)
             )
         except TimeoutError:
             await mesh.stop()
@@ -166,7 +166,7 @@ class WeightStore:
         """Has the directory forget every key. A failure is only printed: no other store has this one's name."""
         try:
             async with asyncio.timeout(self._teardown_s):
-                await self.mesh.answer(self._directory.teardown.call(), "stop")
+                await self.mesh.answer("stop", self._directory.teardown.call())
             self.is_free = True
         except TimeoutError:
             print(f"store: its directory did not forget its keys within {self._teardown_s:g} s", flush=True)

@@ -192,10 +192,10 @@ class Launcher:
         limits: "ModelLimits",
         assignment: Assignment,
     ) -> "TrainerHandle":
-        from controller.handles.trainer_handle import TrainerHandle, TrainerMesh
+        from controller.handles.trainer_handle import TrainerHandle
 
         await assignment.check_trainer(config)
-        trainer = await TrainerMesh.launch(
+        handle = await TrainerHandle.launch(
             config,
             None if generator is None else generator.dtype,
             self._log_dir,
@@ -210,10 +210,10 @@ class Launcher:
             store_name=self._root._store_name,
             shared_gpus=self._gpus if config.placement == "colocated" else None,
         )
-        self._running.append(handle := TrainerHandle(trainer))
+        self._running.append(handle)
         self._trainers[name] = handle, partial(self._launch_trainer, config, generator, name, limits, assignment)
         if generator is not None:
-            self._pushing_mesh = trainer.mesh
+            self._pushing_mesh = handle.mesh
             await asyncio.shield(self._weight_store())  # a start that is cancelled must not cancel the store's
         return handle
 
@@ -282,7 +282,7 @@ class Launcher:
     ) -> T:
         """Awaits a start. What is colocated starts when its side has the memory of the GPUs."""
         for mesh in self._sources() if side == "sample" else ():  # without them a generator could pull nothing
-            mesh.calls.check_alive("start")
+            mesh.check_alive("start")
         phase = self._gpus.phase(side) if config.placement == "colocated" else nullcontext()
         async with phase, self._gpus.starting(gpus):
             return await start()

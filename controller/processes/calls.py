@@ -1,6 +1,9 @@
-"""Waits for the answers of a mesh's ranks, and finds out why an answer does not come.
+"""`Calls`: one call to the ranks of a mesh. It is sent, waited for under a deadline, and its answers are judged.
 
-Who waits: every call of a handle. What unblocks it: the answers of all ranks, or the first of these:
+    handle --- verb, arguments of each rank ---> call: pickled, sent in the order of issue --- bytes ---> ranks
+    handle <-- answers, or why there are none -- wait: all answered, failed or too late    <-- bytes ---
+
+What unblocks a call: the answers of all ranks, or the first of these:
 
 * a process of the mesh has died, or is stopped;
 * one rank raised an exception alone. The others may never answer, because they wait for it in a collective, or have
@@ -13,16 +16,19 @@ different: the ranks agreed to end the call, their state is as it was, and the e
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
-from controller.processes.errors import DeadlineError, HostLostError, MeshError
-from controller.processes.rank_processes import RankProcesses
+from controller.processes.errors import DeadlineError, HostLostError, MeshError, ProcessDiedError
+from controller.processes.rank_processes import RankProcesses, check_no_fork
 from rl.deadlines import Deadlines
 from rl.system.timeline import span
 
 T = TypeVar("T")
+Arguments = Sequence[tuple[Any, ...] | None]
+"""Of one call, for each rank. A rank with None, and one beyond the end, is not called."""
 Wait = Literal["queued", "at once", "watched"]
 """When a call's clock runs. Actors execute "queued" calls in order, and the clock of each starts with the answer of the
 one before. The clock of a call that is executed "at once" starts at once. A "watched" call has no deadline: its handle
@@ -67,12 +73,20 @@ class _Call:
         return not self.unanswered and len(self.errors) in (0, len(self.answers))
 
 
-class ProcessDiedError(RuntimeError):
-    """Says how a process died that a call went to."""
+class CalledRank(Protocol):
+    """One rank of a mesh, to which calls are sent; `controller.processes.rank.Rank` is it."""
+
+    def packed(self, verb: str, args: tuple[Any, ...]) -> Any:
+        """The arguments of a call as they are sent. Called in any thread. Raises `ArgumentsError`."""
+        ...
+
+    def send(self, verb: str, arguments: Any) -> "asyncio.Future[Any]":
+        """Sends a call with packed arguments at once. The future raises the actor's error, or `ProcessDiedError`."""
+        ...
 
 
 class Calls:
-    """The calls to one mesh that are under way."""
+    """The calls to one mesh."""
 
     def __init__(self, name: str, processes: RankProcesses, deadlines: Deadlines) -> None:
         """`name` is the mesh's."""
@@ -85,30 +99,79 @@ class Calls:
         """Whether a rank raised an error because another rank failed."""
         self.grace_s = 5.0
         """Seconds within which all ranks raise their exceptions if they agreed to end a call."""
+        self.gate: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext
+        """Entered by each call that uses memory of GPUs. Shared GPUs put their own gate here; see colocated.py."""
+        self._order = asyncio.Lock()  # fair: calls are sent in the order in which they came here
+        self._packer = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name}_arguments")
         self._failed: asyncio.Future[None] | None = None
         self._under_way: list[_Call] = []
         self._slowest: dict[str, tuple[float, float]] = {}  # seconds and largest size of each verb so far
 
-    async def answers(
+    def rank(self, index: int) -> CalledRank:
+        """Where calls to one rank are sent."""
+        raise NotImplementedError(f"{self.name} has no rank {index} yet")
+
+    async def call(
         self,
-        calls: Mapping[int | None, Coroutine[Any, Any, T]],
         verb: str,
+        arguments: Arguments | Callable[[], Arguments],
+        *,
+        size: Callable[[], float] = float,
+        varies: bool = False,
+        wait: Wait = "queued",
+        needs_memory: bool = True,
+        needs: "Callable[[], Sequence[Calls]]" = tuple,
+    ) -> list[Any]:
+        """Calls the endpoint `verb` of every rank, each with its `arguments`, and returns the answers.
+
+        All ranks get calls in the order of issue. Large `arguments` are a function: a thread calls it and pickles what
+        it returns, so the event loop stays free, and later calls wait until this one is sent. A call is not sent if the
+        function raises, which is raised here, or if the caller is cancelled before. With `needs_memory`, a mesh that
+        shares its GPUs waits first until its side may use them.
+
+        `size` returns any measure of the work in a call, and is asked once it is sent. The times of a verb that
+        `varies` do not depend on earlier ones, so each of its calls has the deadline of a first one. `needs` returns
+        the meshes without which these ranks cannot answer now.
+
+        Raises what the module's docstring says, and `ArgumentsError`.
+        """
+        async with self.gate() if needs_memory else contextlib.nullcontext():
+            async with self._order:
+                check_no_fork()
+                if callable(arguments):
+                    loop = asyncio.get_running_loop()
+                    packed = await loop.run_in_executor(self._packer, self._packed, verb, arguments)
+                else:
+                    packed = self._packed(verb, arguments)
+                answers = {rank: self.rank(rank).send(verb, each) for rank, each in packed.items()}
+            return await self.wait(verb, answers, size=size(), varies=varies, wait=wait, needs=needs)
+
+    def tell(self, verb: str, *args: Any) -> None:
+        """Calls an endpoint of rank 0. Its result or exception is dropped."""
+        self.rank(0).send(verb, self.rank(0).packed(verb, args)).cancel()
+
+    def _packed(self, verb: str, arguments: Arguments | Callable[[], Arguments]) -> dict[int, Any]:
+        of_ranks = arguments() if callable(arguments) else arguments
+        return {rank: self.rank(rank).packed(verb, args) for rank, args in enumerate(of_ranks) if args is not None}
+
+    async def wait(
+        self,
+        verb: str,
+        answers: "Mapping[int, Awaitable[T]] | Mapping[None, Awaitable[T]]",
         *,
         size: float = 0.0,
         varies: bool = False,
         wait: Wait = "queued",
         needs: "Callable[[], Sequence[Calls]]" = tuple,
     ) -> list[T]:
-        """The answers to one call of each rank; the key None stands for a call of several ranks at a time.
+        """The answers that `call` waits for, of each rank that it was sent to; the key None stands for several ranks.
 
-        `size` is any measure of the work in a call. The times of a verb that `varies` do not depend on
-        earlier ones, so each of its calls has the deadline of a first one. `needs` returns the meshes without which
-        these ranks cannot answer now. The ranks' coroutines raise the actors' exceptions, and `ProcessDiedError`.
-
-        Raises what the module's docstring says.
+        The answers raise the actors' exceptions, and `ProcessDiedError`.
         """
-        answers: dict[int | None, asyncio.Future[Any]] = {rank: asyncio.create_task(c) for rank, c in calls.items()}
-        call = _Call(verb, size, varies, wait, answers, needs, asyncio.get_running_loop().time())
+        futures: dict[int | None, asyncio.Future[T]] = {
+            rank: asyncio.ensure_future(answer) for rank, answer in answers.items()
+        }
+        call = _Call(verb, size, varies, wait, futures, needs, asyncio.get_running_loop().time())
         self._under_way.append(call)
         try:
             with contextlib.nullcontext() if verb == "status" else span(self.name, verb):
@@ -120,12 +183,12 @@ class Calls:
         finally:
             if not call.abandoned:
                 self._under_way.remove(call)
-                for answer in answers.values():
+                for answer in futures.values():
                     answer.cancel()
         if wait != "watched":
             slowest_s, largest = self._slowest.get(verb, (0.0, 0.0))
             self._slowest[verb] = (max(slowest_s, call.waited_s), max(largest, size))
-        return [answer.result() for answer in answers.values()]
+        return [answer.result() for answer in futures.values()]
 
     def fail(self, error: MeshError) -> None:
         """Kills the mesh. `error` is what all calls under way and all later ones raise."""

@@ -61,6 +61,10 @@ class HostsOverError(HostLostError):
     """All hosts of a run are gone, and none comes back before the run begins again: their job has ended."""
 
 
+class ProcessDiedError(RuntimeError):
+    """Says how a process died that a call went to. The mesh's calls raise `MeshError` for it."""
+
+
 class ArgumentsError(ValueError):
     """An argument of a call cannot be sent to a process, or be read there, such as a loss whose module is not found.
 

@@ -1,4 +1,4 @@
-"""`Rank`: the calls to one process's actor, whose answers come through a port that stays open.
+"""Both ends of the calls to one rank's actor, whose answers come through a port that stays open.
 
 For each of its own calls, Monarch 0.7.0 opens a port for the answer and never frees about 1.1 KB in the caller,
 which is 9 MB a minute in a run of short steps. A call here is a message that has no port of its own. Its answer comes
@@ -16,19 +16,21 @@ of the call: a loss of the user's whose module a process cannot import costs not
 import asyncio
 import itertools
 import pickle
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+import signal
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from traceback import format_exception
 from typing import Any, ClassVar
 
 import cloudpickle  # as Monarch: it takes functions and classes of a script or a notebook
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import Actor, ActorError, Channel, Port, PortReceiver, endpoint
 
-from controller.processes.calls import ProcessDiedError
-from controller.processes.errors import ArgumentsError
+from controller.processes.errors import ArgumentsError, ProcessDiedError
 
 _LARGE_BYTES = 1 << 20
+_NOT_STARTED = "error creating proc"
 
 
 class Answering(Actor):
@@ -54,13 +56,11 @@ class Answering(Actor):
         in words, or None. As in Monarch's own calls, later ones wait for an `@endpoint` and do not wait for a
         `@concurrent_endpoint`.
         """
-        declared: Any = getattr(type(self), verb)
-        if not declared._explicit_response_port:
-            await _answer(self._port, call_id, partial(_call, verb, partial(declared._method, self), arguments))
+        declared: Any = getattr(type(self), verb, None)
+        if declared is None or not declared._explicit_response_port:
+            await _answer(self._port, call_id, partial(_call, self, verb, arguments))
             return
-        # Monarch wraps a concurrent endpoint in a function that takes its response port.
-        call = partial(_call, verb, partial(declared._method.__wrapped__, self), arguments)
-        task = asyncio.create_task(_answer(self._port, call_id, call))
+        task = asyncio.create_task(_answer(self._port, call_id, partial(_call, self, verb, arguments)))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
@@ -70,16 +70,19 @@ def answering(actor: type[Actor]) -> type[Actor]:
     return type(actor.__name__, (Answering, actor), {"__doc__": actor.__doc__, "__module__": __name__})
 
 
-async def _call(verb: str, method: Callable[..., Awaitable[Any]], arguments: bytes) -> Any:
+async def _call(actor: Actor, verb: str, arguments: bytes) -> Any:
+    declared: Any = getattr(type(actor), verb)
+    # Monarch wraps a concurrent endpoint in a function that takes its response port.
+    method = declared._method.__wrapped__ if declared._explicit_response_port else declared._method
     try:
-        args, kwargs = pickle.loads(arguments)
+        args = pickle.loads(arguments)
     except (Exception, SystemExit) as error:  # unpickling imports modules, which may do anything
         raise ArgumentsError(
             f"{verb}: a process cannot read an argument of the call: {type(error).__name__}: {error}; what an argument "
             "needs must be in a module that the process finds, in the script's folder, the working directory or one of "
             "PYTHONPATH"
         ) from error
-    return await method(*args, **kwargs)
+    return await method(actor, *args)
 
 
 async def _answer(port: Port[Any], call_id: int, call: Callable[[], Awaitable[Any]]) -> None:
@@ -118,59 +121,36 @@ def _in_words(message: str, formatted: str) -> ActorError:
     return wrapped
 
 
-@dataclass(frozen=True, slots=True)
-class Verb:
-    """One endpoint of a rank."""
-
-    rank: "Rank"
-    name: str
-
-    def call_one(self, *args: Any, **kwargs: Any) -> "asyncio.Future[Any]":
-        """Sends the call at once. The future holds its result. Raises `ArgumentsError` for what cannot be pickled.
-
-        The future raises `ActorError`, which holds the exception that the endpoint raised, and Monarch's
-        `SupervisionError` if the process dies. Cancelling it does not reach the endpoint.
-        """
-        return self.rank.call(self.name, args, kwargs)
-
-    def packed(self, *args: Any) -> "Callable[[], asyncio.Future[Any]]":
-        """Pickles large arguments now, in any thread. The event loop's thread sends the call by the function returned.
-
-        Raises `ArgumentsError` as `call_one` does.
-        """
-        return partial(self.rank.send, self.name, _pickled(self.name, args, {}))
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> None:
-        """Sends the call. Its result or exception is dropped."""
-        self.rank.call(self.name, args, kwargs).cancel()
-
-
 class Rank:
-    """The actor of one rank: `await rank.step.call_one(3)` calls its endpoint `step`.
+    """The controller's end: the actor of one rank.
 
     Two tasks run from the first call on: one reads answers, the other learns from Monarch that the actor died. Both end
     with the event loop or at `close`.
     """
 
-    def __init__(self, actor: Any) -> None:
-        """`actor` is Monarch's handle of an `Answering` actor in one process."""
+    def __init__(self, mesh: str, actor: Any) -> None:
+        """`mesh` is the name of its mesh, and `actor` is Monarch's handle of an `Answering` actor in one process."""
+        self._mesh = mesh
         self._actor = actor
         self._tasks: list[asyncio.Task[None]] = []
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._end: BaseException | None = None
 
-    def __getattr__(self, verb: str) -> Verb:
-        if not hasattr(getattr(self._actor, verb), "call_one"):
-            raise AttributeError(f"the actor has no endpoint {verb!r}")
-        return Verb(self, verb)
-
-    def call(self, verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "asyncio.Future[Any]":
-        """See `Verb.call_one`."""
-        return self.send(verb, _pickled(verb, args, kwargs))
+    @staticmethod
+    def packed(verb: str, args: Sequence[Any]) -> bytes:
+        """The arguments of a call, pickled, in any thread. Raises `ArgumentsError` for what cannot be pickled."""
+        try:
+            return cloudpickle.dumps(args)
+        except Exception as error:
+            raise ArgumentsError(f"{verb}: an argument of the call cannot be sent to a process: {error}") from error
 
     def send(self, verb: str, arguments: bytes) -> "asyncio.Future[Any]":
-        """The same, with pickled arguments."""
+        """Sends a call of the endpoint `verb` with packed arguments at once. The future holds its result.
+
+        The future raises the exception that the endpoint raised, and `ProcessDiedError` if the process dies. Cancelling
+        it does not reach the endpoint.
+        """
         loop = asyncio.get_running_loop()
         opened = self._tasks[0].get_loop() if self._tasks else None
         if opened is not None and opened is not loop and opened.is_running():
@@ -212,12 +192,12 @@ class Rank:
                 content = await unpickled(packed)
             except (Exception, SystemExit) as unreadable:  # its class is known to the rank's process alone
                 fault, formatted = _text(unreadable)
-                _fail(answer, _in_words(*(error or (f"an answer cannot be read here: {fault}", formatted))))
-                continue
+                error = error or (f"an answer cannot be read here: {fault}", formatted)
+                content = _in_words(*error)
             if error is None:
                 answer.set_result(content)
             else:
-                _fail(answer, content)
+                _fail(answer, explained(content, self._mesh))
 
     async def _watch(self, opened: Awaitable[None]) -> None:
         await opened
@@ -226,8 +206,9 @@ class Rank:
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Fails all calls with the reason why the first of the tasks ended."""
         if self._end is None:
-            self._end = ProcessDiedError("its mesh was stopped") if task.cancelled() else task.exception()
-            assert self._end is not None, "the tasks end by an error or are cancelled"
+            error = ProcessDiedError("its mesh was stopped") if task.cancelled() else task.exception()
+            assert error is not None, "the tasks end by an error or are cancelled"
+            self._end = explained(error, self._mesh)
             for answer in list(self._waiting.values()):
                 if not answer.done():
                     _fail(answer, self._end)
@@ -238,13 +219,29 @@ async def unpickled(packed: bytes) -> Any:
     return await asyncio.to_thread(pickle.loads, packed) if len(packed) > _LARGE_BYTES else pickle.loads(packed)
 
 
-def _pickled(verb: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    try:
-        return cloudpickle.dumps((args, kwargs))
-    except Exception as error:
-        raise ArgumentsError(f"{verb}: an argument of the call cannot be sent to a process: {error}") from error
-
-
 def _fail(answer: "asyncio.Future[Any]", error: BaseException) -> None:
     answer.set_exception(error)
     answer.exception()  # asyncio complains of errors that are never looked at, and this call may not be awaited
+
+
+def explained(error: BaseException, mesh: str) -> BaseException:
+    """What an error of Monarch's stands for: the exception that an actor raised, or `ProcessDiedError`."""
+    if isinstance(error, ActorError):
+        error.exception.add_note(f"raised in a process of {mesh!r}:\n{error.exception_formatted}")
+        return error.exception
+    if isinstance(error, SupervisionError) or (isinstance(error, ValueError) and str(error).startswith(_NOT_STARTED)):
+        return ProcessDiedError(how_it_died(str(error)))
+    return error
+
+
+def how_it_died(report: str) -> str:
+    """Monarch's report of a death in a few words. The whole report is in the controller's log."""
+    if report.startswith(_NOT_STARTED):
+        return report.partition("\n")[0][:200]
+    if found := re.search(r"Killed\(sig=(\d+)", report):
+        number = int(found[1])
+        memory = ", as the kernel does where memory is short" if number == signal.SIGKILL else ""
+        return f"killed by {signal.Signals(number).name}{memory}"
+    if found := re.search(r"(?:Stopped|Exited)\D*(\d+)", report):
+        return f"ended with status {found[1]}"
+    return report.strip().splitlines()[-1].strip()[:200]

@@ -26,6 +26,28 @@ def answer_stack_signal() -> None:
     faulthandler.register(_STACK_SIGNAL, file=2, all_threads=True)
 
 
+class _Launches:
+    by: int | None = None
+    """The process that has launched meshes. Its threads, on which Monarch's answers come, do not outlive a fork."""
+
+
+def in_fork() -> bool:
+    """Whether this process is a fork of one that has launched meshes."""
+    return _Launches.by not in (None, os.getpid())
+
+
+def check_no_fork(*, launches: bool = False) -> None:
+    """Raises ValueError in such a fork, where every call would hang. `launches` says that this process launches one."""
+    if launches:
+        _Launches.by = _Launches.by or os.getpid()
+    if in_fork():
+        raise ValueError(
+            f"this process ({os.getpid()}) is a fork of process {_Launches.by}, which had launched processes by then; "
+            "neither they nor new ones answer here. Launch in that process, or start this one anew, as by "
+            'multiprocessing.get_context("spawn")'
+        )
+
+
 class RankProcesses:
     """The processes of one mesh in the order of their ranks, on this host. All are children of one process."""
 

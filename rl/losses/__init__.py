@@ -214,8 +214,6 @@ class Loss:
             batch = with_observations(batch)
         if self.prepare is None or not batch:
             return batch
-        for datum in batch:
-            self.check_inputs(datum.loss_inputs)
         return self.prepare(batch, {**option_defaults(self.function), **self.options})
 
     def check_head(self, head: Head) -> None:

@@ -35,7 +35,7 @@ def test_calls_mistakes_cancellation_and_death(tmp_path: Path) -> None:
             (pid,) = generator.mesh.pids
 
             async def in_progress() -> int:
-                return await generator.mesh.answer(generator.mesh.rank(0).num_unfinished.call_one(), "num_unfinished")
+                return (await generator.mesh.call("num_unfinished", [()]))[0]
 
             sampling = SamplingParams(max_tokens=12, seed=5)
             groups = await asyncio.gather(*(generator.generate(prompt, sampling, 4) for prompt in PROMPTS))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from controller.handles import trainer_mesh
+from controller.handles import trainer_handle
 from controller.launching.launcher import Launcher
 from controller.processes.errors import MeshError
 from generator.config import GeneratorConfig
@@ -48,14 +48,14 @@ MIB = 1 << 20
 async def started(tmp_path: Path, model: Path) -> AsyncGenerator[tuple[Launcher, Any]]:
     """A launcher, and the handle of a trainer of two ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_mesh, "ACTOR", "tests.e2e.limited_trainer:LimitedTrainer")
+        patch.setattr(trainer_handle, "ACTOR", "tests.e2e.limited_trainer:LimitedTrainer")
         async with Launcher(tmp_path / "logs") as launcher:
             yield launcher, await launcher.trainer(model, TWO_RANKS, generator=SERVING)
 
 
 async def limit(trainer: Any, num_bytes: int | None) -> None:
     """Of rank 0's GPU."""
-    await trainer.mesh.answer(trainer.mesh.rank(0).leave.call_one(num_bytes), "leave")
+    await trainer.mesh.call("leave", [(num_bytes,)])
 
 
 def one_rank(model: Path) -> Any:

@@ -18,7 +18,8 @@ import pytest
 
 from controller.launching.launcher import Launcher
 from controller.processes.errors import DeadlineError, MeshError
-from controller.processes.mesh import Mesh, how_it_died
+from controller.processes.mesh import Mesh
+from controller.processes.rank import how_it_died
 from rl.deadlines import Deadlines
 from tests.e2e.toy_actor import Toy
 from tests.waiting import LIMIT_S, has_ended, wait_for_end, wait_for_ends, wait_for_line, wait_until
@@ -41,8 +42,8 @@ async def main():
     monarch.actor.this_host()  # registers Monarch's own handler, which runs after the next one
     atexit.register(lambda: print("shut down:", actor_mesh._shutdown_claimed))
     mesh = await Mesh.spawn("toy", Toy, 5, num_ranks=num_ranks, env=env, log_dir=pathlib.Path(sys.argv[1]))
-    await mesh.answer(mesh.rank(0).add.call_one(1), "add")
-    hanging = mesh.rank(num_ranks - 1).hang.call_one(600)
+    await mesh.call("add", [(1,)])
+    hanging = asyncio.create_task(mesh.call("hang", [*[None] * (num_ranks - 1), (600,)]))
     print(*mesh.pids, flush=True)
     if "stop" in sys.argv:
         await mesh.stop()
@@ -73,17 +74,18 @@ def _with_mesh(
 
 def test_ranks_answer_log_and_end(tmp_path: Path) -> None:
     async def body(mesh: Mesh) -> None:
-        assert [await mesh.answer(mesh.rank(r).add.call_one(r), "add") for r in range(2)] == [5, 6]
+        assert [(await mesh.call("add", [*[None] * r, (r,)]))[0] for r in range(2)] == [5, 6]
         with pytest.raises(ValueError, match="value is 3; it must be even") as caught:
-            await mesh.answer(mesh.rank(1).complain.call_one(3), "complain")
+            await mesh.call("complain", [None, (3,)])
         assert "toy_actor.py" in "".join(caught.value.__notes__)
-        assert await mesh.answer(mesh.rank(1).add.call_one(1), "add") == 6
-        dozing, blocking = mesh.rank(0).doze.call_one(0.3), mesh.rank(0).hang.call_one(0.1)
-        assert await mesh.rank(0).add.call_one(2) == 7  # after the call that blocks, before the one that dozes
+        assert (await mesh.call("add", [None, (1,)]))[0] == 6
+        dozing, blocking = (asyncio.create_task(mesh.call(*each)) for each in (("doze", [(0.3,)]), ("hang", [(0.1,)])))
+        await asyncio.sleep(0)
+        assert await mesh.call("add", [(2,)]) == [7]  # after the call that blocks, before the one that dozes
         assert (blocking.done(), dozing.done()) == (True, False)
         with pytest.raises(RuntimeError, match="TwoPartError: this and that"):
-            await mesh.answer(mesh.rank(0).complain_in_two_parts.call_one(), "complain")
-        assert await dozing == 0.3
+            await mesh.call("complain_in_two_parts", [()])
+        assert await dozing == [0.3]
 
     pids = _with_mesh(tmp_path, body, num_ranks=2)
     assert len(set(pids)) == 2
@@ -97,11 +99,11 @@ def test_calls_keep_no_memory(tmp_path: Path) -> None:
     """Monarch's own calls keep 1.1 KB each."""
 
     async def body(mesh: Mesh) -> None:
-        rank, process = mesh.rank(0), psutil.Process()
+        process = psutil.Process()
         for num_calls in (6000, 6000):
             before = process.memory_info().rss
             for value in range(num_calls):
-                assert await rank.add.call_one(value) == 5 + value
+                assert await mesh.call("add", [(value,)]) == [5 + value]
         assert process.memory_info().rss - before < 300 * 6000
 
     _with_mesh(tmp_path, body)
@@ -126,7 +128,7 @@ def bytes_in_use():  # what glibc has given out
 async def main():
     env = {"TOY_GREETING": "hello"}
     mesh = await product.Mesh.spawn("toy", Toy, 5, num_ranks=1, env=env, log_dir=pathlib.Path(sys.argv[1]))
-    await mesh.answer(mesh.rank(0).add.call_one(1), "add")
+    await mesh.call("add", [(1,)])
     await asyncio.sleep(6)
     before = bytes_in_use()
     await asyncio.sleep(40)
@@ -160,10 +162,10 @@ def test_a_mesh_that_was_stopped_says_so(tmp_path: Path) -> None:
         env = {"TOY_GREETING": "hello"}
         mesh = await Mesh.spawn("toy", Toy, 5, num_ranks=1, env=env, log_dir=tmp_path / "logs")
         under_way = asyncio.create_task(mesh.call("hang", [(600,)]))
-        (log,) = mesh.log_files
+        (log,) = mesh.processes.log_files
         await asyncio.to_thread(wait_until, lambda: "hangs for" in log.read_text(), "the call that hangs")
         await mesh.stop()
-        for call in (under_way, mesh.call("add", [(1,)]), mesh.answer(mesh.rank(0).add.call_one(1), "add")):
+        for call in (under_way, mesh.call("add", [(1,)])):
             with pytest.raises(MeshError, match=r"^toy: it was stopped, and takes no more calls$"):
                 await call
 
@@ -174,7 +176,7 @@ def test_a_stop_that_is_interrupted_ends_the_processes(tmp_path: Path) -> None:
     async def main() -> tuple[int, ...]:
         env = {"TOY_GREETING": "hello"}
         mesh = await Mesh.spawn("toy", Toy, 5, num_ranks=1, env=env, log_dir=tmp_path / "logs")
-        mesh.rank(0).hang.broadcast(600)
+        mesh.tell("hang", 600)
         stopping = asyncio.create_task(mesh.stop())
         await asyncio.sleep(0)  # it has begun
         stopping.cancel()
@@ -293,7 +295,7 @@ def test_the_longest_tmpdir_and_an_odd_script_folder_will_do(tmp_path: Path) -> 
 def test_a_process_that_dies_is_named_with_its_log(tmp_path: Path) -> None:
     async def body(mesh: Mesh) -> None:
         with pytest.raises(MeshError, match=r"(?s)toy: rank 0 \(process \d+\) died in die: .*toy-0\.log") as caught:
-            await mesh.answer(mesh.rank(0).die.call_one(), "die")
+            await mesh.call("die", [()])
         assert "says hello" in str(caught.value)
         assert (caught.value.mesh, caught.value.rank, caught.value.verb) == ("toy", 0, "die")
 
@@ -302,13 +304,13 @@ def test_a_process_that_dies_is_named_with_its_log(tmp_path: Path) -> None:
 
 def test_a_process_that_hangs_meets_the_deadline_and_is_ended(tmp_path: Path) -> None:
     async def body(mesh: Mesh) -> None:
-        mesh.calls.deadlines = Deadlines(first_s=2)  # of what comes after the start
+        mesh.deadlines = Deadlines(first_s=2)  # of what comes after the start
         with pytest.raises(DeadlineError, match=r"did not answer hang within its deadline of 2 s") as caught:
-            await mesh.answer(mesh.rank(0).hang.call_one(600), "hang")
+            await mesh.call("hang", [(600,)])
         stack = str(caught.value).split("--- Python stack of rank 0 ---")[1]
         assert re.search(r"toy_actor.py\", line \d+ in hang", stack)
         with pytest.raises(DeadlineError, match="did not answer hang"):  # the mesh has ended
-            await mesh.answer(mesh.rank(0).add.call_one(1), "add")
+            await mesh.call("add", [(1,)])
 
     start = time.monotonic()
     (pid,) = _with_mesh(tmp_path, body)
@@ -320,37 +322,33 @@ def test_a_process_that_hangs_meets_the_deadline_and_is_ended(tmp_path: Path) ->
 def test_a_stopped_rank_is_found_whatever_the_deadline(tmp_path: Path) -> None:
     async def body(mesh: Mesh) -> None:
         start = time.monotonic()
-        calls = [mesh.rank(0).hang.call_one(600), mesh.rank(1).freeze.call_one()]
         with pytest.raises(DeadlineError, match=r"rank 1 \(process \d+\) has been stopped \(SIGSTOP\) for 3") as caught:
-            await mesh.answers(calls, "wait")
+            await mesh.call("freeze", [(1,)] * 2)
         assert time.monotonic() - start < 15
-        assert re.search(r"the controller has waited \d s for wait; rank 0 .*, rank 1 .* did not", str(caught.value))
-        assert re.search(r"(?s)rank 0 ---.* in hang.*rank 1 ---.* in freeze", str(caught.value))
-        assert (caught.value.rank, caught.value.verb) == (1, "wait")
+        assert re.search(r"the controller has waited \d s for freeze; rank 0 .*, rank 1 .* did not", str(caught.value))
+        assert re.search(r"(?s)rank 0 ---.* in freeze.*rank 1 ---.* in freeze", str(caught.value))
+        assert (caught.value.rank, caught.value.verb) == (1, "freeze")
 
     _with_mesh(tmp_path, body, num_ranks=2, deadlines=Deadlines(stopped_s=3))
 
 
 def test_one_ranks_failure_ends_the_call_and_the_cause_wins(tmp_path: Path) -> None:
-    def calls(mesh: Mesh, raising: tuple[int, ...], agreed: bool = False) -> list[Awaitable[float]]:
-        return [mesh.rank(rank).reduce.call_one(raising, agreed) for rank in range(2)]
-
     async def lone_failure(mesh: Mesh) -> None:
-        assert await mesh.answers(calls(mesh, ()), "reduce") == [1.0, 1.0]
+        assert await mesh.call("reduce", [((), False)] * 2) == [1.0, 1.0]
         with pytest.raises(OSError, match="no space left on the toy"):  # every rank raises, so the mesh is whole
-            await mesh.answers(calls(mesh, (0, 1), agreed=True), "reduce")
-        mesh.calls.grace_s = 1.0
+            await mesh.call("reduce", [((0, 1), True)] * 2)
+        mesh.grace_s = 1.0
         with pytest.raises(MeshError, match=r"rank 1 \(process \d+\) raised OSError in reduce: .*no space") as caught:
-            await mesh.answers(calls(mesh, (1,)), "reduce")
+            await mesh.call("reduce", [((1,), False)] * 2)
         assert isinstance(caught.value.__cause__, OSError)
         assert re.search(r"rank 0 \(process \d+\) did not answer", str(caught.value))
         assert re.search(r"(?s)rank 0 ---.* in reduce", str(caught.value))
 
     async def death(mesh: Mesh) -> None:
-        mesh.calls.grace_s = 1.0
-        await mesh.answers(calls(mesh, ()), "reduce")
+        mesh.grace_s = 1.0
+        await mesh.call("reduce", [((), False)] * 2)
         with pytest.raises(MeshError, match=r"toy: rank 1 \(process \d+\) died in leave"):
-            await mesh.answers([mesh.rank(rank).leave.call_one(1) for rank in range(2)], "leave")
+            await mesh.call("leave", [(1,)] * 2)
 
     _with_mesh(tmp_path, lone_failure, num_ranks=2)
     _with_mesh(tmp_path, death, num_ranks=2)

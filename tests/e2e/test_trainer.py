@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from controller.handles.trainer_handle import TrainerHandle
-from controller.handles.trainer_mesh import TrainerMesh
 from controller.processes.place import RunFiles
 from rl.losses import LossInputs, get_loss
 from rl.tiny_models import random_batch, tiny_llama
@@ -35,8 +34,8 @@ PARAMS = AdamParams(learning_rate=1e-3)
 async def launched(
     config: TrainerConfig, log_dir: Path, of_hosts: RunFiles | None = None
 ) -> AsyncGenerator[TrainerHandle]:
-    mesh = await TrainerMesh.launch(config, "float32", log_dir)
-    trainer = TrainerHandle(mesh if of_hosts is None else replace(mesh, files=of_hosts))
+    trainer = await TrainerHandle.launch(config, "float32", log_dir)
+    trainer = trainer if of_hosts is None else replace(trainer, files=of_hosts)
     try:
         yield trainer
     finally:

@@ -153,13 +153,13 @@ def test_two_tensor_parallel_ranks_sample_as_the_model(tmp_path: Path) -> None:
 
 async def _without_shared_memory(publisher: Mesh, generator: GeneratorHandle, reference: Any) -> None:
     """TorchStore carries the weights then, with one warning, unless shared memory was asked for by name."""
-    await publisher.answer(publisher.actors.limit_shared_memory.call(), "limit_shared_memory")
+    await publisher.call("limit_shared_memory", [()] * publisher.num_ranks)
     await renew(publisher, "float32", "auto")
     for version, seed in ((8, 8), (9, 2)):
         await publish(publisher, version, seed)
         await generator.pull_model_state_dict(version)
     warning = r"TorchStore carries the weights.*: weights need \d+\.\d MB of shared memory.*\(File too large\)"
-    assert len(re.findall(warning, "".join(f.read_text() for f in publisher.log_files))) == 1
+    assert len(re.findall(warning, "".join(f.read_text() for f in publisher.processes.log_files))) == 1
     completions = await greedy(generator)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         assert_greedy(reference, prompt, completion)

@@ -75,9 +75,10 @@ class Toy(Actor):
         time.sleep(seconds)
 
     @endpoint
-    async def freeze(self) -> None:
-        """Stops the process with SIGSTOP. It hangs if somebody continues it."""
-        os.kill(os.getpid(), signal.SIGSTOP)
+    async def freeze(self, stopped: int) -> None:
+        """Stops the process of one rank with SIGSTOP. All ranks hang, this one if somebody continues it."""
+        if os.environ["RANK"] == str(stopped):
+            os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(600)
 
     @endpoint

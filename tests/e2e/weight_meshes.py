@@ -58,12 +58,12 @@ async def running_generator(
 
 async def publish(mesh: Mesh, version: int, seed: int, drop: tuple[str, ...] = ()) -> None:
     """Every rank of `running_publisher` publishes."""
-    await mesh.answer(mesh.actors.publish.call(version, seed, drop), "publish")
+    await mesh.call("publish", [(version, seed, drop)] * mesh.num_ranks)
 
 
 async def renew(mesh: Mesh, dtype: str, transport: WeightTransport) -> None:
     """Every rank of `running_publisher` gets a new publisher."""
-    await mesh.answer(mesh.actors.renew.call(getattr(torch, dtype), transport), "renew")
+    await mesh.call("renew", [(getattr(torch, dtype), transport)] * mesh.num_ranks)
 
 
 async def greedy(generator: GeneratorHandle) -> list[Completion]:
@@ -85,5 +85,5 @@ def export(source: Path, weights: Mapping[str, torch.Tensor], dtype: str, destin
 async def working(generator: GeneratorHandle) -> None:
     """Waits until a generator has requests, of which it takes a step before it takes another command."""
     async with asyncio.timeout(LIMIT_S):
-        while not await generator.mesh.answer(generator.mesh.rank(0).num_unfinished.call_one(), "num_unfinished"):
+        while not (await generator.mesh.call("num_unfinished", [()]))[0]:
             await asyncio.sleep(0.001)

@@ -12,7 +12,6 @@ from generator.config import LoRALimits
 from generator.engine import GenerationEngine
 from rl.lora import LoRAConfig, Policy
 from rl.types import Completion, SamplingParams
-from rl.weights.version import VersionRecord
 from tests.generator.adapted import WHOLE, largest_error, merged, pull_adapter, random_adapter
 from tests.generator.engines import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
@@ -110,7 +109,7 @@ def test_the_model_itself_is_pulled_under_adapters(tmp_path: Path, build_engine:
 
 def test_what_cannot_be_served_is_named_and_harms_no_one(tmp_path: Path, build_engine: EngineFactory) -> None:
     directory = served_llama(tmp_path / "model", tied=True)
-    engine, plain = build_engine(directory, "float32", lora=TIGHT), build_engine(directory, "float32")
+    engine = build_engine(directory, "float32", lora=TIGHT)
     adapter = random_adapter(directory, 1)
     too_wide = LoRAConfig(rank=9)
     foreign = {name.replace("layers.1.", "layers.2."): tensor for name, tensor in adapter.items()}
@@ -133,17 +132,10 @@ def test_what_cannot_be_served_is_named_and_harms_no_one(tmp_path: Path, build_e
         await refused("published as torch.bfloat16", pull_adapter(engine, "b", 1, adapter, dtype=torch.bfloat16))
         await refused("'b', which this generator does not have; it has None, 'a'", _sample(engine, "b"))
         await refused(r"\('a', 3\), which this generator does not have", _sample(engine, ("a", 3)))
-        await refused("the model itself has no frozen versions", _sample(engine, (None, 0)))
-        await refused(
-            "only versions of adapters can be frozen", engine.update_weights(*await _model(directory), frozen=True)
-        )
-        await refused("policy is None; the model itself cannot be dropped", engine.drop_policy(None))
         await refused("policy is 'b', which", engine.drop_policy("b"))
         for version in (2, 3, 4, 5):
             await pull_adapter(engine, "a", version, adapter, frozen=True)
         await refused(r"holds 5 adapters and frozen versions; drop one", pull_adapter(engine, "b", 1, adapter))
-        await refused("set GeneratorConfig.lora", pull_adapter(plain, "a", 1, adapter))
-        await refused("set GeneratorConfig.lora", _sample(plain, "a"))
         for completions in (await running, await together(engine, [None, "a"])):
             assert {key: c.tokens for key, c in completions.items()} == {key: c.tokens for key, c in before.items()}
 
@@ -152,10 +144,3 @@ def test_what_cannot_be_served_is_named_and_harms_no_one(tmp_path: Path, build_e
 
 async def _sample(engine: GenerationEngine, policy: Policy) -> list[Completion]:
     return await engine.generate(PROMPTS[0], GREEDY, policy=policy)
-
-
-async def _model(directory: Path) -> tuple[VersionRecord, FakeStore]:
-    store = FakeStore()
-    record = await WeightPublisher(torch.float32, store=store).publish(1, moved(directory, 1).items())
-    assert record is not None
-    return record, store

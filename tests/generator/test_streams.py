@@ -72,7 +72,6 @@ def test_what_cannot_be_streamed_harms_no_later_stream(engine: GenerationEngine)
             await anext(engine.stream(prompt, _params(3), policy=policy))
 
     async def main() -> None:
-        await failing(PROMPT, "nobody", "set GeneratorConfig.lora")
         await failing(PROMPT * 20, None, "128")
         assert len((await _tokens(engine, 3))[0]) == 3
 

@@ -150,6 +150,8 @@ class Engine(ABC):
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
         """Adds the gradient of the loss, summed over all micro-batches of all ranks, to the accumulated gradient.
 
+        What a user may get wrong was checked before: the datums by `validate_batch`, the loss by `Loss.check_head`.
+
         Returns this rank's part: log-probs, or a critic's values, per datum in the order given, and metrics summed over
         this rank's datums. The metrics `memory_peak_bytes_max`, measured by `memory`, and `seconds_engine_max` are
         about this call; `model_flops`, which may be missing, is the count of `ModelFlops` for these datums. If

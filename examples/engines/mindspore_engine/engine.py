@@ -75,7 +75,6 @@ class MindSporeEngine(Engine):
         return self._memory
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
-        loss.check_head(self._config.head)
         output = OutputCollector(self._memory, self._config.head, entropy=False, flops=self._flops.training)
         with self._memory.phase("forward_backward"):
             self._child.call("begin_call")
@@ -86,8 +85,6 @@ class MindSporeEngine(Engine):
         return result
 
     def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> ForwardBackwardOutput:
-        if entropy:
-            self._config.check_entropy()
         output = OutputCollector(self._memory, self._config.head, entropy=entropy)
         with self._memory.phase("forward"):
             for row in self._packed(microbatches):

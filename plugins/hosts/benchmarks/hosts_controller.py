@@ -78,7 +78,7 @@ async def weights(names: Sequence[str], megabytes: float, rounds: int, logs: Pat
         generator_hosts.extend(map(cluster.receiving, others[1:]))
         await store.complete()
         all_hosts = await _to_all(trainer, readers, rounds)
-        size = await trainer.answer(trainer.rank(0).num_bytes.call_one(), "num_bytes")
+        size = (await trainer.call("num_bytes", [()]))[0]
         return {"megabytes": size / 1e6, "one": one, "all": all_hosts}
     finally:
         await asyncio.gather(trainer.stop(), *(reader.stop() for reader in readers), store.stop())
@@ -99,7 +99,6 @@ async def _to_one(trainer: "Mesh", reader: "Mesh", address: str, rounds: int) ->
     from ownloop_hosts.weights.links import LINKS
 
     seconds: dict[str, list[float]] = defaultdict(list)
-    sender, receiver = trainer.rank(0), reader.rank(0)
     # The first round of everything is a warm-up, and the first of these versions is new to the host.
     for version in range(rounds + 1):
         push, _, sent = await _update(trainer, [reader], version, share=0.01)
@@ -107,16 +106,16 @@ async def _to_one(trainer: "Mesh", reader: "Mesh", address: str, rounds: int) ->
         seconds["bytes_1_percent"].append(sent)
     for version in range(rounds + 1, 3 * rounds + 3, 2):
         for count, name in ((1, "tcp"), (LINKS, "tcp_side_by_side")):
-            port = await trainer.answer(sender.serve.call_one(count), "serve")
-            seconds[name].append(await reader.answer(receiver.fetch.call_one(address, port, count), "fetch"))
+            port = (await trainer.call("serve", [(count,)]))[0]
+            seconds[name].append((await reader.call("fetch", [(address, port, count)]))[0])
         for index, (count, name) in enumerate(((1, "_1_link"), (LINKS, ""))):
-            await trainer.answer(sender.use_links.call_one(count), "use_links")
+            await trainer.call("use_links", [(count,)])
             push, pull, sent = await _update(trainer, [reader], version + index)
             for what, value in {"push": push, "pull": pull, "update": push + pull, "bytes": sent}.items():
                 seconds[what + name].append(value)
         begin, key = time.perf_counter(), f"benchmark/{version}"
-        await trainer.answer(sender.put.call_one(key), "put")
-        await reader.answer(receiver.get.call_one(key), "get")
+        await trainer.call("put", [(key,)])
+        await reader.call("get", [(key,)])
         seconds["torchstore"].append(time.perf_counter() - begin)
     return {name: values[1:] for name, values in seconds.items()}
 
@@ -135,18 +134,17 @@ async def _update(
 
     Raises AssertionError if what arrived is not what was pushed.
     """
-    sender = trainer.rank(0)
-    await trainer.answer(sender.change.call_one(share), "change")
-    before = await trainer.answer(sender.bytes_sent.call_one(), "bytes_sent")
+    await trainer.call("change", [(share,)])
+    before = (await trainer.call("bytes_sent", [()]))[0]
     begin = time.perf_counter()
-    record = await trainer.answer(sender.publish.call_one(version), "publish")
+    record = (await trainer.call("publish", [(version,)]))[0]
     pushed = time.perf_counter()
-    await asyncio.gather(*(reader.answer(reader.rank(0).pull.call_one(record), "pull") for reader in readers))
+    await asyncio.gather(*(reader.call("pull", [(record,)]) for reader in readers))
     pulled = time.perf_counter()
-    sent = await trainer.answer(sender.bytes_sent.call_one(), "bytes_sent") - before
-    expected = await trainer.answer(sender.sums.call_one(), "sums")
+    sent = (await trainer.call("bytes_sent", [()]))[0] - before
+    expected = (await trainer.call("sums", [()]))[0]
     for reader in readers:
-        assert await reader.answer(reader.rank(0).sums.call_one(), "sums") == expected, reader.name
+        assert (await reader.call("sums", [()]))[0] == expected, reader.name
     return pushed - begin, pulled - pushed, float(sent)
 
 
@@ -159,7 +157,7 @@ async def start(names: Sequence[str], logs: Path) -> dict[str, Any]:
     connected = time.perf_counter()
     mesh = await _spawn(cluster, "idle", IdleRank, cluster.hosts, logs)
     try:
-        ids = await mesh.answers([mesh.rank(rank).answer.call_one() for rank in range(len(names))], "answer")
+        ids = await mesh.call("answer", [()] * len(names))
         assert len(set(ids)) == len(names)
         return {"connect": connected - begin, "answer": time.perf_counter() - begin}
     finally:
@@ -179,7 +177,7 @@ async def step(counts: Sequence[int], logs: Path) -> dict[str, Any]:
             took: list[float] = []
             for _ in range(_STEPS):
                 begin = time.perf_counter()
-                await mesh.answers([mesh.rank(rank).answer.call_one() for rank in range(count)], "answer")
+                await mesh.call("answer", [()] * count)
                 took.append(1e3 * (time.perf_counter() - begin))
             medians[str(count)] = statistics.median(took)
         finally:

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ownloop_hosts.connections import SETTINGS, apply
 from ownloop_hosts.host_groups import parse_groups
@@ -57,10 +58,10 @@ async def reduce(logs: Path, groups: list[str]) -> None:
     """Two ranks on each of two hosts answer, and find each other in a collective. One dies."""
     async with connected(groups) as cluster:
         mesh = await toys(cluster, "trainer", 4, logs)
-        say("added", *await mesh.answers([mesh.rank(rank).add.call_one(rank) for rank in range(4)], "add"))
-        say("reduced", *await mesh.answers([mesh.rank(rank).reduce.call_one((), False) for rank in range(4)], "reduce"))
+        say("added", *await mesh.call("add", [(rank,) for rank in range(4)]))
+        say("reduced", *await mesh.call("reduce", [((), False)] * 4))
         try:
-            await mesh.answer(mesh.rank(3).die.call_one(), "die")
+            await mesh.call("die", [None, None, None, ()])
         except MeshError as error:
             say("error", error.rank, str(error).splitlines()[0])
         await mesh.stop()
@@ -71,13 +72,13 @@ async def lose(logs: Path, groups: list[str]) -> None:
     """A call to each of three hosts is in flight while they are lost. Afterwards the hosts are connected to again."""
     async with connected(groups, LOST_AFTER_S) as cluster:
         meshes = await asyncio.gather(*(toys(cluster, group, 1, logs) for group in cluster.groups))
-        calls = [mesh.answer(mesh.rank(0).hang.call_one(600), "hang", rank=0) for mesh in meshes]
+        calls = [mesh.call("hang", [(600,)]) for mesh in meshes]
         waiting = [asyncio.create_task(call) for call in calls]
         for group in cluster.groups:
             await hangs(logs / f"{group}-0.log")
         say("hanging")
 
-        async def ended(group: str, call: asyncio.Task[None]) -> None:
+        async def ended(group: str, call: asyncio.Task[list[Any]]) -> None:
             try:
                 await call
             except MeshError as error:
@@ -92,7 +93,7 @@ async def lose(logs: Path, groups: list[str]) -> None:
             async with connected(groups) as cluster:
                 if all(len(hosts) == 1 for hosts in cluster.groups.values()):
                     again = await asyncio.gather(*(toys(cluster, group, 1, logs) for group in cluster.groups))
-                    say("again", *[await mesh.answer(mesh.rank(0).add.call_one(1), "add") for mesh in again])
+                    say("again", *[(await mesh.call("add", [(1,)]))[0] for mesh in again])
                     await asyncio.gather(*(mesh.stop() for mesh in again))
                     return
         except ValueError as error:  # not all of them are back
@@ -103,12 +104,12 @@ async def blip(logs: Path, groups: list[str]) -> None:
     """A call is in flight while its host is out of reach for a moment; then the next one hangs for ever."""
     async with connected(groups) as cluster:
         mesh = await toys(cluster, "trainer", 1, logs)
-        call = asyncio.create_task(mesh.answer(mesh.rank(0).hang.call_one(5), "hang", rank=0))
+        call = asyncio.create_task(mesh.call("hang", [(5,)]))
         await hangs(logs / "trainer-0.log")
         say("hanging")
         await call
-        say("survived", await mesh.answer(mesh.rank(0).add.call_one(1), "add"))
-        await mesh.answer(mesh.rank(0).hang.call_one(600), "hang", rank=0)
+        say("survived", (await mesh.call("add", [(1,)]))[0])
+        await mesh.call("hang", [(600,)])
 
 
 async def copy(model: Path, groups: list[str]) -> None:

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from controller.processes.calls import Calls, ProcessDiedError
-from controller.processes.errors import HostLostError, MeshError
+from controller.processes.calls import Calls
+from controller.processes.errors import HostLostError, MeshError, ProcessDiedError
 from ownloop_hosts import remote_host
 from ownloop_hosts.connections import Address
 from ownloop_hosts.host_agent import RankStates
@@ -207,10 +207,10 @@ def test_a_call_to_a_lost_host_ends_with_its_name(tmp_path: Path) -> None:
         with pytest.raises(
             HostLostError, match=r"toy: host n2 is lost: its worker has ended; rank 1 .*, in add"
         ) as caught:
-            await calls.answers({rank: asyncio.sleep(60) for rank in range(2)}, "add")
+            await calls.wait("add", {rank: asyncio.sleep(60) for rank in range(2)})
         assert (caught.value.mesh, caught.value.rank, caught.value.verb) == ("toy", 1, "add")
         with pytest.raises(HostLostError, match="host n2 is lost"):  # the mesh has ended
-            await calls.answers({0: asyncio.sleep(0)}, "add")
+            await calls.wait("add", {0: asyncio.sleep(0)})
 
     run_virtual(main())
 
@@ -224,7 +224,7 @@ def test_a_death_that_monarch_tells_first_is_named_by_the_agent(tmp_path: Path) 
         ranks = RemoteRanks("toy", hosts, (11, 21), tuple(tmp_path / f"toy-{rank}.log" for rank in range(2)))
         hosts[1].agent.states = {"toy": RankStates(gone=(0,), stopped_s={})}
         with pytest.raises(MeshError, match=r"toy: rank 1 \(process 21 on n2\) died in die: an actor has failed"):
-            await Calls("toy", ranks, Deadlines()).answers({None: died()}, "die")
+            await Calls("toy", ranks, Deadlines()).wait("die", {None: died()})
 
     asyncio.run(main())
 

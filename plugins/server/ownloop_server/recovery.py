@@ -15,15 +15,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, cast
 
 from controller.processes.errors import MeshError, PolicyLostError
 from controller.runs.restarts import RestartLimit
 from rl.lora import LoRAConfig, Policy
 from rl.protocols import Generator, Trainer
-from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
+from rl.types import Datum, ForwardBackwardOutput, OptimStepOutput
 
-T = TypeVar("T")
 REPEAT_S = 60.0
 """An adapter writes a recovery point when the calls that it would have to repeat have taken so long."""
 REPEAT_BYTES = 64 * 2**20
@@ -76,8 +75,15 @@ class RestartingTrainer:
             self._starting = None
 
 
+Call = Callable[[Trainer], Awaitable[Any]]
+
+
 class RecoveringAdapter:
-    """Implements `rl.protocols.Trainer` for one adapter. At most one call of it may be under way."""
+    """Implements `rl.protocols.Trainer` for one adapter. At most one call of it may be under way.
+
+    Every call goes through `_run`, and one that changes the adapter into the journal. Verbs that are not written out
+    change nothing, and are passed on as they are.
+    """
 
     def __init__(self, base: RestartingTrainer, name: str, config: LoRAConfig, folder: Path) -> None:
         """`folder` is for the recovery point, and no one else's. Use `make`."""
@@ -88,7 +94,7 @@ class RecoveringAdapter:
         self._trainer: Trainer | None = None
         self._made_by: Base = base.running
         self._origin: tuple[Path, bool] | None = None  # a checkpoint, and whether only its weights count
-        self._calls: list[Callable[[Trainer], Awaitable[object]]] = []  # since the origin
+        self._calls: list[Call] = []  # since the origin
         self._calls_s = 0.0
         self._calls_bytes = 0
         self._has_gradient = False
@@ -96,82 +102,53 @@ class RecoveringAdapter:
         self._next_try = 0.0  # on the monotonic clock, of a recovery point that could not be written
 
     @classmethod
-    async def make(cls, base: RestartingTrainer, name: str, config: LoRAConfig, folder: Path) -> "RecoveringAdapter":
+    async def make(cls, base: RestartingTrainer, name: str, config: LoRAConfig, folder: Path) -> Trainer:
         """A new adapter. Raises as `Trainer.adapter`."""
         made = cls(base, name, config, folder)
         await made._run(_nothing)
-        return made
+        return cast(Trainer, made)
 
-    async def policy_version(self) -> int:
-        """As `Trainer.policy_version`."""
-        return await self._run(lambda trainer: trainer.policy_version())
+    def __getattr__(self, verb: str) -> Callable[..., Awaitable[Any]]:
+        if verb not in vars(Trainer):
+            raise AttributeError(f"a trainer has no {verb!r}")
+        return lambda *args, **options: self._run(_call(verb, args, options))
 
-    async def forward_backward(
-        self, batch: Sequence[Datum], loss: str | Callable[..., Any], loss_config: Mapping[str, Any] | None = None
-    ) -> ForwardBackwardOutput:
+    async def forward_backward(self, batch: Sequence[Datum], *args: Any, **options: Any) -> ForwardBackwardOutput:
         """As `Trainer.forward_backward`."""
         size_bytes = sum(
             datum.tokens.nbytes + sum(array.nbytes for array in datum.loss_inputs.values()) for datum in batch
         )
-        output = await self._change(lambda trainer: trainer.forward_backward(batch, loss, loss_config), size_bytes)
+        output = await self._change(_call("forward_backward", (batch, *args), options), size_bytes)
         self._has_gradient = True
         return output
 
-    async def forward(self, batch: Sequence[Datum], *, entropy: bool = False) -> ForwardBackwardOutput:
-        """As `Trainer.forward`."""
-        return await self._run(lambda trainer: trainer.forward(batch, entropy=entropy))
-
-    async def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
+    async def optim_step(self, *args: Any, **options: Any) -> OptimStepOutput:
         """As `Trainer.optim_step`."""
-        output = await self._change(lambda trainer: trainer.optim_step(params, grad_scale))
+        output = await self._change(_call("optim_step", args, options))
         self._has_gradient = False
         too_many = self._calls_s > REPEAT_S or self._calls_bytes > REPEAT_BYTES or len(self._calls) >= REPEAT_CALLS
         # after a step: there is no gradient that a checkpoint would lose
         if too_many and time.monotonic() >= self._next_try:
-            await self._begin_at(lambda point: self._run(lambda trainer: trainer.save_checkpoint(point)))
+            await self._begin_at(lambda point: self._run(_call("save_checkpoint", (point,), {})))
         return output
 
     async def zero_grad(self) -> None:
         """As `Trainer.zero_grad`."""
-        await self._change(lambda trainer: trainer.zero_grad())
+        await self._change(_call("zero_grad", (), {}))
         self._has_gradient = False
 
-    async def to(self, device: str, *, model: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
-        """As `Trainer.to`."""
-        await self._run(lambda trainer: trainer.to(device, model=model, gradients=gradients, optimizer=optimizer))
-
-    async def push_model_state_dict(self) -> int:
-        """As `Trainer.push_model_state_dict`."""
-        return await self._run(lambda trainer: trainer.push_model_state_dict())
-
-    async def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
+    async def save_checkpoint(self, path: Path, *, asynchronous: bool = False, **options: Any) -> None:
         """As `Trainer.save_checkpoint`. A checkpoint on disk is one, even if it cannot become the recovery point."""
-        await self._run(lambda t: t.save_checkpoint(path, asynchronous=asynchronous, keep_last=keep_last))
+        await self._run(_call("save_checkpoint", (path,), {"asynchronous": asynchronous, **options}))
         if not self._has_gradient and not asynchronous:  # a checkpoint holds no gradient
             await self._begin_at(partial(_copy, path))
 
-    async def wait_for_checkpoint(self) -> None:
-        """As `Trainer.wait_for_checkpoint`."""
-        await self._run(lambda trainer: trainer.wait_for_checkpoint())
-
     async def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
         """As `Trainer.load_checkpoint`."""
-        version = await self._change(lambda trainer: trainer.load_checkpoint(path, weights_only=weights_only))
+        version = await self._change(_call("load_checkpoint", (path,), {"weights_only": weights_only}))
         self._has_gradient = False
         await self._begin_at(partial(_copy, path), weights_only=weights_only)
         return version
-
-    async def export_hf(self, path: Path) -> None:
-        """As `Trainer.export_hf`."""
-        await self._run(lambda trainer: trainer.export_hf(path))
-
-    async def adapter(self, name: str, config: LoRAConfig) -> Trainer:
-        """As `Trainer.adapter`: an adapter over the same base."""
-        return await self._run(lambda trainer: trainer.adapter(name, config))
-
-    async def export_peft(self, path: Path) -> None:
-        """As `Trainer.export_peft`."""
-        await self._run(lambda trainer: trainer.export_peft(path))
 
     async def drop(self) -> None:
         """As `Trainer.drop`. A trainer that died has no adapter that could be dropped."""
@@ -183,7 +160,7 @@ class RecoveringAdapter:
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _run(self, call: Callable[[Trainer], Awaitable[T]]) -> T:
+    async def _run(self, call: Call) -> Any:
         """Makes a call; if the trainer dies, makes it once more on another trainer."""
         died_before = False
         while True:
@@ -204,8 +181,8 @@ class RecoveringAdapter:
                 # returns when a trainer runs, on which the loop makes the call again
                 await self._base.replace(base, error)
 
-    async def _change(self, call: Callable[[Trainer], Awaitable[T]], size_bytes: int = 0) -> T:
-        """Makes a call that changes the adapter, and notes it."""
+    async def _change(self, call: Call, size_bytes: int = 0) -> Any:
+        """Makes a call that changes the adapter, and writes it into the journal."""
         began = time.monotonic()
         result = await self._run(call)
         self._calls.append(call)
@@ -263,6 +240,11 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # a file system without hard links
         shutil.copy2(source, target)
+
+
+def _call(verb: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Call:
+    """A call that any trainer can be asked for, now and again on its successor."""
+    return lambda trainer: getattr(trainer, verb)(*args, **options)
 
 
 async def _nothing(trainer: Trainer) -> None:

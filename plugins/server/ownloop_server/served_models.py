@@ -5,10 +5,11 @@ version at a time, so a new sampling client ends the one before.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from controller.handles.generator_router import GeneratorRouter, openai
 from controller.launching.launcher import Launcher
@@ -19,7 +20,7 @@ from ownloop_server.image_chunks import ReadImage
 from ownloop_server.recovery import Snapshots
 from rl.lora import LivePolicy, LoRAConfig, Policy
 from rl.protocols import Generator, Trainer
-from rl.types import Completion, PullMode, SamplingParams
+from rl.types import Completion
 
 _POLL_S = 0.01
 
@@ -220,25 +221,17 @@ class WholeGenerator:
         """`Snapshots` knows which name the model has now."""
         self._unbound = unbound
 
-    async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
-    ) -> list[Completion]:
+    async def generate(self, *args: Any, policy: Policy = None, **options: Any) -> list[Completion]:
         """As `Generator.generate`."""
         del policy
-        return await self._unbound.generate(prompt_tokens, sampling, num_samples)
+        return await self._unbound.generate(*args, **options)
 
     async def pull_model_state_dict(
-        self,
-        version: int,
-        *,
-        policy: LivePolicy = None,
-        frozen: bool = False,
-        mode: PullMode = "drain",
-        keep_prefix_cache: bool = False,
+        self, version: int, *, policy: LivePolicy = None, frozen: bool = False, **options: Any
     ) -> None:
         """As `Generator.pull_model_state_dict`."""
         del policy, frozen
-        await self._unbound.pull_model_state_dict(version, mode=mode, keep_prefix_cache=keep_prefix_cache)
+        await self._unbound.pull_model_state_dict(version, **options)
 
     async def drop_policy(self, policy: Policy) -> None:
         """The weights stay until the next pull."""

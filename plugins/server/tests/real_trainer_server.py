@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from controller.handles.trainer_handle import TrainerHandle
-from controller.handles.trainer_mesh import TrainerMesh
 from ownloop_server.served_models import ServedModel
 from plugins.server.tests.running_server import RunningServer, running_server
 from plugins.server.tests.toy_model import ToyHost
@@ -22,14 +21,14 @@ from trainer.config import TrainerConfig
 def real_trainer_server(folder: Path, model: Path, rank: int = 4, **served: Any) -> Generator[RunningServer]:
     """Serves adapters of `model` up to this rank. `served` are fields of `ServedModel`."""
     config = TrainerConfig(model=model, compute_dtype="float32", lora=LoRAConfig(rank=rank))
-    launched: list[TrainerMesh] = []
+    launched: list[TrainerHandle] = []
     toy = ToyHost.served
 
     async def adapter(host: ToyHost, name: str, lora: LoRAConfig) -> Any:
         del host
         if not launched:
-            launched.append(await TrainerMesh.launch(config, None, folder / "logs"))
-        return await TrainerHandle(launched[0]).adapter(name, lora)
+            launched.append(await TrainerHandle.launch(config, None, folder / "logs"))
+        return await launched[0].adapter(name, lora)
 
     def as_served(host: ToyHost, recovery: Path, max_snapshots: int = 8) -> ServedModel:
         return replace(toy(host, recovery, max_snapshots), **served)

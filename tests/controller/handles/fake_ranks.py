@@ -2,17 +2,15 @@
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from controller.handles.trainer_handle import TrainerHandle
-from controller.handles.trainer_mesh import TrainerMesh
 from controller.handles.version_records import VersionRecords
 from controller.processes.mesh import Mesh
+from controller.processes.rank_processes import RankProcesses
 from rl.tiny_models import tiny_llama
 from rl.types import Datum, ForwardBackwardOutput, OptimStepOutput
 from trainer.config import TrainerConfig
@@ -30,14 +28,16 @@ class FakeRank:
         self.arguments: tuple[Any, ...] = ()
         self.error: Exception | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        call = partial(self._call, name)
-        return SimpleNamespace(call_one=call, packed=partial(partial, call))
+    def packed(self, verb: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments as they are."""
+        del verb
+        return args
 
-    def _call(self, name: str, *args: Any) -> Any:
-        self.calls.append(name)  # when it is sent, not when it is awaited
-        self.policies.append(args[0])
-        return self._answer(name, *args[1:])
+    def send(self, verb: str, arguments: tuple[Any, ...]) -> "asyncio.Future[Any]":
+        """Notes the call and answers it."""
+        self.calls.append(verb)
+        self.policies.append(arguments[0])
+        return asyncio.ensure_future(self._answer(verb, *arguments[1:]))
 
     async def _answer(self, name: str, *args: Any) -> Any:
         await asyncio.sleep(0)
@@ -61,7 +61,7 @@ class FakeMesh(Mesh):
     is_free = True
 
     def __init__(self, num_ranks: int) -> None:
-        super().__init__("trainer", None, None, (), ())
+        super().__init__("trainer", None, None, RankProcesses((), ()))
         self.ranks = [FakeRank(index) for index in range(num_ranks)]
 
     def rank(self, index: int) -> FakeRank:
@@ -83,11 +83,7 @@ def make(tmp_path: Path, **layout: int) -> tuple[TrainerHandle, FakeMesh]:
 
 
 def handle_of(mesh: FakeMesh, config: TrainerConfig) -> TrainerHandle:
-    return TrainerHandle(trainer_of(mesh, config))
-
-
-def trainer_of(mesh: FakeMesh, config: TrainerConfig) -> TrainerMesh:
-    return TrainerMesh(
+    return TrainerHandle(
         mesh=mesh,
         config=config,
         limits=check_model(config),

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from controller.handles.generator_handle import GeneratorHandle
 from controller.handles.version_records import VersionRecords
 from controller.processes.errors import DeadlineError, MeshError, RequestTimeoutError
 from controller.processes.mesh import Mesh
+from controller.processes.rank_processes import RankProcesses
 from generator.config import GeneratorConfig
 from generator.engine_calls import EngineStatus, EngineStoppedError
 from rl.deadlines import Deadlines
@@ -28,39 +28,51 @@ class FakeMesh(Mesh):
     """Ranks whose requests never end, unless with an error."""
 
     def __init__(self, *statuses: EngineStatus, error: Exception | None = None) -> None:
-        super().__init__(
-            "generator", None, None, (), tuple(Path(f"/nowhere/{rank}.log") for rank in range(len(statuses)))
-        )
+        logs = tuple(Path(f"/nowhere/{rank}.log") for rank in range(len(statuses)))
+        super().__init__("generator", None, None, RankProcesses((), logs))
         self.statuses = list(statuses)
         self.error = error
         self.num_probes = 0
         self.num_calls_that_end = 0
         self.cancelled: list[str] = []
 
-    def rank(self, index: int) -> Any:
-        async def status() -> EngineStatus:
-            self.num_probes += 1
-            return self.statuses[index]
+    def rank(self, index: int) -> "FakeRank":
+        return FakeRank(self, index)
 
-        async def generate() -> list[object]:
-            if self.error is not None:
-                raise self.error
-            if self.num_calls_that_end > 0:
-                self.num_calls_that_end -= 1
-                return []
-            await asyncio.Event().wait()
-            raise AssertionError("it never ends")
 
-        def call(*_: object) -> asyncio.Future[list[object]]:
-            answer = asyncio.ensure_future(generate())
-            answer.add_done_callback(lambda _: answer.cancelled() or answer.exception())  # nobody may ask for it
-            return answer
+class FakeRank:
+    """Where calls to one rank of a `FakeMesh` are sent."""
 
-        return SimpleNamespace(
-            status=SimpleNamespace(call_one=status),
-            generate=SimpleNamespace(call_one=call),
-            cancel=SimpleNamespace(broadcast=self.cancelled.append),
-        )
+    def __init__(self, mesh: FakeMesh, index: int) -> None:
+        self._mesh = mesh
+        self._index = index
+
+    def packed(self, verb: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        del verb
+        return args
+
+    def send(self, verb: str, arguments: tuple[Any, ...]) -> "asyncio.Future[Any]":
+        if verb == "cancel":
+            self._mesh.cancelled += arguments
+        answer: asyncio.Future[Any] = asyncio.ensure_future(getattr(self, verb)(*arguments))
+        answer.add_done_callback(lambda _: answer.cancelled() or answer.exception())  # nobody may ask for it
+        return answer
+
+    async def status(self) -> EngineStatus:
+        self._mesh.num_probes += 1
+        return self._mesh.statuses[self._index]
+
+    async def generate(self, *_: object) -> list[object]:
+        if self._mesh.error is not None:
+            raise self._mesh.error
+        if self._mesh.num_calls_that_end > 0:
+            self._mesh.num_calls_that_end -= 1
+            return []
+        await asyncio.Event().wait()
+        raise AssertionError("it never ends")
+
+    async def cancel(self, call_id: str) -> None:
+        raise AssertionError(f"nobody waits for the answer to the cancellation of {call_id}")
 
 
 def _generate(mesh: FakeMesh, config: GeneratorConfig = CONFIG) -> Coroutine[Any, Any, object]:
@@ -124,3 +136,33 @@ def test_a_call_that_follows_another_at_once_is_watched() -> None:
             await handle.generate([1, 2], sampling)
 
     run_virtual(main())
+
+
+PROMPT, SAMPLING = [5, 6], SamplingParams(max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "options", "message"),
+    [
+        ("generate", (PROMPT, {"max_tokens": 5}), {}, r"sampling is \{'max_tokens': 5\}; it must be Sampl"),
+        ("generate", (PROMPT, SamplingParams(max_tokens=2047)), {}, "2 tokens and max_tokens=2047 need 2049 tokens"),
+        ("generate", (PROMPT, SAMPLING, 0), {}, "num_samples is 0"),
+        ("generate", ([], SAMPLING), {}, "prompt_tokens is empty"),
+        ("generate", ("What is 2+2?", SAMPLING), {}, "prompt_tokens starts with .*; it must be token ids"),
+        ("generate", ([5, 6.5], SAMPLING), {}, "prompt_tokens starts with .*; it must be token ids"),
+        ("generate", ([[5, 6]], SAMPLING), {}, "prompt_tokens starts with .*; it must be token ids"),
+        ("generate", (PROMPT, SAMPLING), {"policy": "a"}, "policy is 'a'; set GeneratorConfig.lora"),
+        ("pull_model_state_dict", (1,), {"mode": "drian"}, "mode is 'drian', which is not known; did you mean 'drain'"),
+        ("pull_model_state_dict", (1,), {"policy": "a"}, "policy is 'a'; set GeneratorConfig.lora"),
+        ("pull_model_state_dict", (1,), {"frozen": True}, "frozen is True and policy is None"),
+        ("generate", (PROMPT, SAMPLING), {"policy": (None, 0)}, "the model itself has no frozen versions"),
+        ("drop_policy", ("a",), {}, "policy is 'a'; set GeneratorConfig.lora"),
+        ("drop_policy", (None,), {}, "policy is None; the model itself cannot be dropped"),
+    ],
+)
+def test_mistakes_are_refused_before_a_rank_is_called(
+    verb: str, arguments: tuple[Any, ...], options: dict[str, Any], message: str
+) -> None:
+    handle = GeneratorHandle(Mesh("generator", None, None, RankProcesses((), ())), CONFIG, VersionRecords())
+    with pytest.raises(ValueError, match=message):
+        run_virtual(getattr(handle, verb)(*arguments, **options))

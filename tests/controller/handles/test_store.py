@@ -52,7 +52,7 @@ def test_a_store_starts_after_one_that_was_killed(tmp_path: Path, capfd: pytest.
             assert await _keeps(first, "first")
             os.kill(first.mesh.pids[0], signal.SIGKILL)
             with pytest.raises(MeshError):
-                await first.mesh.answer(first.mesh.actors.reset.call(), "reset")
+                await first.mesh.call("reset", [()] * first.mesh.num_ranks)
             await first.stop()
             async with running_store(tmp_path / "second") as second:
                 assert await _keeps(second, "second")

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from controller.handles.trainer_mesh import TrainerMesh
+from controller.handles.trainer_handle import TrainerHandle
 from rl.losses import get_loss
 from rl.tiny_models import tiny_llama
 from rl.types import AdamParams, Datum, ForwardBackwardOutput
@@ -218,6 +218,11 @@ def test_an_invalid_loss_is_refused_before_any_rank_is_called(tmp_path: Path) ->
     ):
         with pytest.raises(ValueError, match=message):
             asyncio.run(handle.forward_backward(batch, loss, config))
+    critic = TrainerConfig(model=handle.config.model, head="value")
+    with pytest.raises(ValueError, match="loss is 'ppo', which needs a trainer with head='lm'"):
+        asyncio.run(handle_of(mesh, critic).forward_backward(batch, "ppo"))
+    with pytest.raises(ValueError, match="entropy was asked for"):
+        asyncio.run(handle_of(mesh, critic).forward(batch, entropy=True))
     assert mesh.num_calls == 0
     assert len(asyncio.run(handle.forward_backward(batch, "ppo")).logprobs) == 2
 
@@ -245,5 +250,5 @@ def test_an_untrainable_model_or_layout_starts_no_process(tmp_path: Path) -> Non
         (TrainerConfig(model=model, tensor_parallel=3), "tensor_parallel is 3, which does not divide"),
     ):
         with pytest.raises(ValueError, match=message):
-            asyncio.run(TrainerMesh.launch(config, "float32", tmp_path / "logs"))
+            asyncio.run(TrainerHandle.launch(config, "float32", tmp_path / "logs"))
     assert not (tmp_path / "logs").exists()

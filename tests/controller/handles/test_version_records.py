@@ -3,16 +3,15 @@
 import asyncio
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from controller.handles.generator_handle import GeneratorHandle
 from controller.handles.trainer_handle import TrainerHandle
-from controller.handles.trainer_mesh import TrainerMesh
 from controller.handles.version_records import VersionRecords
 from controller.processes.mesh import Mesh
+from controller.processes.rank_processes import RankProcesses
 from generator.config import GeneratorConfig
 from rl.tiny_models import tiny_llama
 from rl.weights.version import VersionRecord
@@ -47,19 +46,22 @@ class FakeMesh(Mesh):
     """One rank that records its calls and always gives the same answer."""
 
     def __init__(self, result: Any) -> None:
-        super().__init__("fake", None, None, (), ())
+        super().__init__("fake", None, None, RankProcesses((), (Path("/nowhere/0.log"),)))
         self.sent: list[tuple[Any, ...]] = []
         self._result = result
 
-    def rank(self, index: int) -> Any:
-        async def call_one(*args: Any) -> Any:
-            self.sent.append(args)
-            return self._result
+    def rank(self, index: int) -> "FakeMesh":
+        return self
 
-        return SimpleNamespace(
-            push_model_state_dict=SimpleNamespace(call_one=call_one),
-            pull_model_state_dict=SimpleNamespace(call_one=call_one),
-        )
+    def packed(self, verb: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        del verb
+        return args
+
+    def send(self, verb: str, arguments: tuple[Any, ...]) -> "asyncio.Future[Any]":
+        self.sent.append(arguments)
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_result(self._result)
+        return answer
 
 
 def test_a_pull_sends_the_record_of_a_pushed_version_alone(tmp_path: Path) -> None:
@@ -68,7 +70,7 @@ def test_a_pull_sends_the_record_of_a_pushed_version_alone(tmp_path: Path) -> No
     pushing = FakeMesh(record)
     pulling = FakeMesh({})
     limits, config = ModelLimits(vocab_size=1, max_seq_len=1), TrainerConfig(model=model)
-    mesh = TrainerMesh(
+    trainer = TrainerHandle(
         mesh=pushing,
         config=config,
         limits=limits,
@@ -76,7 +78,6 @@ def test_a_pull_sends_the_record_of_a_pushed_version_alone(tmp_path: Path) -> No
         share_prefixes=False,
         pushes=True,
     )
-    trainer = TrainerHandle(mesh)
     generator = GeneratorHandle(pulling, GeneratorConfig(model=model), version_records)
 
     async def main() -> None:

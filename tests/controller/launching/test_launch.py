@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from controller.handles.trainer_mesh import TrainerMesh
+from controller.handles.trainer_handle import TrainerHandle
 from controller.launching.assignments import Assignments
 from controller.launching.launcher import Launcher, launch
 from controller.processes.errors import MeshError
 from generator.config import GeneratorConfig
 from rl.system.timeline import show_progress_with
 from rl.tiny_models import SERVABLE, tiny_llama
-from tests.controller.handles.fake_ranks import FakeMesh, trainer_of
+from tests.controller.handles.fake_ranks import FakeMesh, handle_of
 from tests.waiting import run_virtual
 from trainer.config import TrainerConfig
 
@@ -147,13 +147,13 @@ def test_a_trainer_is_started_again_after_a_start_that_failed(tmp_path: Path, mo
     failures = [None, MeshError("trainer", "its processes did not start"), None]
     meshes: list[FakeMesh] = []
 
-    async def start(*_: object, **__: object) -> TrainerMesh:
+    async def start(*_: object, **__: object) -> TrainerHandle:
         if (failure := failures.pop(0)) is not None:
             raise failure
         meshes.append(FakeMesh(1))
-        return trainer_of(meshes[-1], config)
+        return handle_of(meshes[-1], config)
 
-    monkeypatch.setattr("controller.handles.trainer_mesh.TrainerMesh.launch", start)
+    monkeypatch.setattr("controller.handles.trainer_handle.TrainerHandle.launch", start)
 
     async def main() -> None:
         async with Launcher(tmp_path / "logs") as launcher:
@@ -171,17 +171,17 @@ def test_a_start_that_failed_gives_back_its_name_and_gpus(tmp_path: Path, monkey
     failures = [MeshError("trainer", "its processes did not start"), None]
     given: list[object] = []
 
-    async def start(*_: object, gpus: object, **__: object) -> TrainerMesh:
+    async def start(*_: object, gpus: object, **__: object) -> TrainerHandle:
         given.append(gpus)
         if (failure := failures.pop(0)) is not None:
             raise failure
-        return trainer_of(FakeMesh(2), config)
+        return handle_of(FakeMesh(2), config)
 
     async def store(*_: object, **__: object) -> FakeMesh:
         return FakeMesh(1)
 
     monkeypatch.setattr("controller.launching.assignments.gpus_here", lambda: ("4", "5"))
-    monkeypatch.setattr("controller.handles.trainer_mesh.TrainerMesh.launch", start)
+    monkeypatch.setattr("controller.handles.trainer_handle.TrainerHandle.launch", start)
     monkeypatch.setattr("controller.handles.store.WeightStore.launch", store)
 
     async def main() -> None:
@@ -206,10 +206,10 @@ def test_an_end_that_is_interrupted_continues(tmp_path: Path, monkeypatch: pytes
             await go_on.wait()
             ended.set()
 
-    async def start(*_: object, **__: object) -> TrainerMesh:
-        return trainer_of(SlowMesh(1), config)
+    async def start(*_: object, **__: object) -> TrainerHandle:
+        return handle_of(SlowMesh(1), config)
 
-    monkeypatch.setattr("controller.handles.trainer_mesh.TrainerMesh.launch", start)
+    monkeypatch.setattr("controller.handles.trainer_handle.TrainerHandle.launch", start)
 
     async def cell() -> None:
         async with Launcher(tmp_path / "logs") as launcher:
@@ -232,12 +232,12 @@ def test_the_user_is_told_how_many_processes_are_ready(tmp_path: Path, monkeypat
     config = TrainerConfig(model=tiny_llama(tmp_path / "model"))
     told: list[tuple[str, int, int]] = []
 
-    async def start(*_: object, **options: object) -> TrainerMesh:
+    async def start(*_: object, **options: object) -> TrainerHandle:
         if options["name"] == "broken":
             raise MeshError("broken", "its processes did not start")
-        return trainer_of(FakeMesh(1), config)
+        return handle_of(FakeMesh(1), config)
 
-    monkeypatch.setattr("controller.handles.trainer_mesh.TrainerMesh.launch", start)
+    monkeypatch.setattr("controller.handles.trainer_handle.TrainerHandle.launch", start)
 
     async def main() -> None:
         show_progress_with(lambda *progress: told.append(progress))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from controller.processes.calls import Calls, ProcessDiedError
-from controller.processes.errors import DeadlineError, MeshError
+from controller.processes.calls import Calls
+from controller.processes.errors import DeadlineError, MeshError, ProcessDiedError
 from controller.processes.rank_processes import RankProcesses
 from rl.deadlines import Deadlines
 from tests.waiting import run_virtual
@@ -45,38 +45,38 @@ def _run(test: Callable[[Calls], Awaitable[None]]) -> None:
 
 def test_a_deadline_follows_the_slowest_call_of_the_verb() -> None:
     async def test(calls: Calls) -> None:
-        await calls.answers({0: _takes(1.5)}, "step")  # the first has 100 s
-        await calls.answers({0: _takes(3)}, "step")  # 4 times 1.5 s
+        await calls.wait("step", {0: _takes(1.5)})  # the first has 100 s
+        await calls.wait("step", {0: _takes(3)})  # 4 times 1.5 s
         with pytest.raises(DeadlineError, match=r"rank 0 did not answer step within its deadline of 12 s") as caught:
-            await calls.answers({0: _takes(600)}, "step")
+            await calls.wait("step", {0: _takes(600)})
         assert (caught.value.mesh, caught.value.rank, caught.value.verb) == ("trainer", 0, "step")
         with pytest.raises(DeadlineError, match="did not answer step"):  # the mesh has been killed
-            await calls.answers({0: _takes(0.0)}, "save")
+            await calls.wait("save", {0: _takes(0.0)})
 
     _run(test)
 
 
 def test_a_call_unlike_earlier_ones_has_a_first_calls_deadline() -> None:
     async def test(calls: Calls) -> None:
-        await calls.answers({0: _takes(0.0)}, "step", size=10)
-        await calls.answers({0: _takes(5)}, "step", size=21)
-        await calls.answers({0: _takes(0.0)}, "save", varies=True)
-        await calls.answers({0: _takes(5)}, "save", varies=True)
+        await calls.wait("step", {0: _takes(0.0)}, size=10)
+        await calls.wait("step", {0: _takes(5)}, size=21)
+        await calls.wait("save", {0: _takes(0.0)}, varies=True)
+        await calls.wait("save", {0: _takes(5)}, varies=True)
 
     _run(test)
 
 
 def test_a_call_behind_others_waits_without_its_clock_running() -> None:
     async def test(calls: Calls) -> None:
-        await calls.answers({0: _takes(0.0)}, "step")
-        slow = asyncio.create_task(calls.answers({0: _takes(6)}, "forward"))
+        await calls.wait("step", {0: _takes(0.0)})
+        slow = asyncio.create_task(calls.wait("forward", {0: _takes(6)}))
         await asyncio.sleep(0)
-        await calls.answers({0: _takes(7)}, "step")  # 1 s of its own; its deadline is 2 s
+        await calls.wait("step", {0: _takes(7)})  # 1 s of its own; its deadline is 2 s
         assert slow.done()
-        slow = asyncio.create_task(calls.answers({0: _takes(600)}, "backward"))
-        await calls.answers({0: _takes(0)}, "status", wait="at once")
+        slow = asyncio.create_task(calls.wait("backward", {0: _takes(600)}))
+        await calls.wait("status", {0: _takes(0)}, wait="at once")
         with pytest.raises(DeadlineError, match="did not answer status"):
-            await calls.answers({0: _takes(600)}, "status", wait="at once")
+            await calls.wait("status", {0: _takes(600)}, wait="at once")
         with pytest.raises(DeadlineError, match="did not answer status"):
             await slow
 
@@ -94,31 +94,31 @@ def test_a_cancelled_call_is_executed_and_the_next_one_waits() -> None:
         async def answer(seconds: float) -> None:
             await asyncio.shield(asyncio.ensure_future(executes(seconds)))  # cancelling it does not reach the rank
 
-        await calls.answers({0: answer(0.0)}, "step")
-        await _cancelled(calls.answers({0: answer(6)}, "forward"))
-        await calls.answers({0: answer(0.0)}, "step")  # its deadline is 2 s
-        await _cancelled(calls.answers({0: answer(1)}, "step"))
+        await calls.wait("step", {0: answer(0.0)})
+        await _cancelled(calls.wait("forward", {0: answer(6)}))
+        await calls.wait("step", {0: answer(0.0)})  # its deadline is 2 s
+        await _cancelled(calls.wait("step", {0: answer(1)}))
         await asyncio.sleep(5)  # nobody looks at a call that is executed while nobody waits
-        await calls.answers({0: answer(1)}, "step")
+        await calls.wait("step", {0: answer(1)})
 
     _run(test)
 
 
 def test_a_cancelled_call_that_hangs_ends_the_call_behind_it() -> None:
     async def hangs(calls: Calls) -> None:
-        await calls.answers({0: _takes(0.0)}, "step")
-        await _cancelled(calls.answers({0: _takes(600)}, "step"))
+        await calls.wait("step", {0: _takes(0.0)})
+        await _cancelled(calls.wait("step", {0: _takes(600)}))
         with pytest.raises(DeadlineError, match=r"rank 0 did not answer step within its deadline of 2 s"):
-            await calls.answers({0: _takes(600)}, "save")
+            await calls.wait("save", {0: _takes(600)})
 
     async def fails_alone(calls: Calls) -> None:
-        await _cancelled(calls.answers({0: _takes(1), 1: _takes(1, MemoryError("no room"))}, "step"))
+        await _cancelled(calls.wait("step", {0: _takes(1), 1: _takes(1, MemoryError("no room"))}))
         with pytest.raises(MeshError, match="rank 1 raised MemoryError in step: no room; its state is not that"):
-            await calls.answers({0: _takes(600), 1: _takes(600)}, "save")
+            await calls.wait("save", {0: _takes(600), 1: _takes(600)})
 
     async def fails(calls: Calls) -> None:
-        await _cancelled(calls.answers({0: _takes(1, ValueError("bad"))}, "step"))
-        await calls.answers({0: _takes(3)}, "save")
+        await _cancelled(calls.wait("step", {0: _takes(1, ValueError("bad"))}))
+        await calls.wait("save", {0: _takes(3)})
 
     for test in (hangs, fails_alone, fails):
         _run(test)
@@ -133,7 +133,7 @@ def test_a_failure_that_all_ranks_share_is_raised_as_it_is() -> None:
                 1: _takes(second, ArithmeticError("mine")),
             }
             with pytest.raises(ArithmeticError, match="mine"):
-                await calls.answers({**answers}, "step")
+                await calls.wait("step", {**answers})
         assert calls.failure is None
 
     _run(test)
@@ -144,15 +144,15 @@ def test_one_ranks_failure_alone_ends_the_mesh() -> None:
         with pytest.raises(
             MeshError, match="rank 1 raised MemoryError in step: no room; its state is not that"
         ) as caught:
-            await calls.answers({0: _takes(0.5), 1: _takes(0, MemoryError("no room"))}, "step")
+            await calls.wait("step", {0: _takes(0.5), 1: _takes(0, MemoryError("no room"))})
         assert isinstance(caught.value.__cause__, MemoryError)
 
     async def waits(calls: Calls) -> None:
         start = asyncio.get_running_loop().time()
-        other = asyncio.create_task(calls.answers({0: _takes(600), 1: _takes(600)}, "step"))
+        other = asyncio.create_task(calls.wait("step", {0: _takes(600), 1: _takes(600)}))
         await asyncio.sleep(0)
         with pytest.raises(MeshError, match="rank 1 raised MemoryError in poke: no room; rank 0 did not answer"):
-            await calls.answers({0: _takes(600), 1: _takes(0, MemoryError("no room"))}, "poke", wait="at once")
+            await calls.wait("poke", {0: _takes(600), 1: _takes(0, MemoryError("no room"))}, wait="at once")
         with pytest.raises(MeshError, match="rank 1 raised MemoryError in poke"):
             await other
         assert asyncio.get_running_loop().time() - start < 30
@@ -164,15 +164,15 @@ def test_one_ranks_failure_alone_ends_the_mesh() -> None:
 def test_the_cause_wins_over_connection_errors_that_came_first() -> None:
     async def an_exception(calls: Calls) -> None:
         with pytest.raises(MeshError, match="rank 1 raised MemoryError in step: no room"):
-            await calls.answers({0: _takes(0, GLOO), 1: _takes(1, MemoryError("no room"))}, "step")
+            await calls.wait("step", {0: _takes(0, GLOO), 1: _takes(1, MemoryError("no room"))})
 
     async def a_death(calls: Calls) -> None:
         with pytest.raises(MeshError, match="died in step: Killed"):
-            await calls.answers({0: _takes(0, GLOO), 1: _takes(1, ProcessDiedError("Killed"))}, "step")
+            await calls.wait("step", {0: _takes(0, GLOO), 1: _takes(1, ProcessDiedError("Killed"))})
 
     async def neither(calls: Calls) -> None:
         with pytest.raises(MeshError, match=r"rank 0 raised RuntimeError in step: .*gloo"):
-            await calls.answers({0: _takes(0, GLOO)}, "step")
+            await calls.wait("step", {0: _takes(0, GLOO)})
 
     for test in (an_exception, a_death, neither):
         _run(test)
@@ -181,22 +181,22 @@ def test_the_cause_wins_over_connection_errors_that_came_first() -> None:
 def test_a_mesh_that_is_needed_and_has_failed_is_named() -> None:
     async def test(calls: Calls) -> None:
         store = Calls("store", RankProcesses((), ()), Deadlines())
-        await calls.answers({0: _takes(0.5)}, "push", needs=lambda: [store])
+        await calls.wait("push", {0: _takes(0.5)}, needs=lambda: [store])
         store.fail(MeshError("store", "rank 0 died", rank=0))
         with pytest.raises(MeshError, match="store: rank 0 died"):
-            await calls.answers({0: _takes(0, ValueError("no store"))}, "push", needs=lambda: [store])
-        await calls.answers({0: _takes(0.5)}, "step")  # its ranks did not wait for the store
+            await calls.wait("push", {0: _takes(0, ValueError("no store"))}, needs=lambda: [store])
+        await calls.wait("step", {0: _takes(0.5)})  # its ranks did not wait for the store
         with pytest.raises(MeshError, match="store: rank 0 died"):
-            await calls.answers({0: _takes(600)}, "push", needs=lambda: [store])
+            await calls.wait("push", {0: _takes(600)}, needs=lambda: [store])
         with pytest.raises(MeshError, match="store: rank 0 died"):
-            await calls.answers({0: _takes(0.5)}, "step")
+            await calls.wait("step", {0: _takes(0.5)})
 
     async def later(calls: Calls) -> None:
         needed, lost = list[Calls](), Calls("weights-n1", RankProcesses((), ()), Deadlines())
         lost.fail(MeshError("weights-n1", "host n1 is lost"))
         asyncio.get_running_loop().call_later(1, needed.append, lost)
         with pytest.raises(MeshError, match="weights-n1: host n1 is lost"):
-            await calls.answers({0: _takes(600)}, "push", needs=lambda: needed)
+            await calls.wait("push", {0: _takes(600)}, needs=lambda: needed)
 
     _run(test)
     _run(later)

@@ -95,7 +95,6 @@ class TorchEngine(Engine):
         return self._memory
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: Loss) -> ForwardBackwardOutput:
-        loss.check_head(self._config.head)
         output = OutputCollector(self._memory, self._config.head, entropy=False, flops=self._flops.training)
         with (
             self._memory.phase("forward_backward"),
@@ -108,8 +107,6 @@ class TorchEngine(Engine):
         return self._rows.shared_output(result)
 
     def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> ForwardBackwardOutput:
-        if entropy:
-            self._config.check_entropy()
         output = OutputCollector(self._memory, self._config.head, entropy=entropy)
         with self._memory.phase("forward"), self.eval_mode(), torch.no_grad():
             self._rows.forward(self._packed(microbatches), output, entropy=entropy)

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from rl.data.packing import PackedRow
-from rl.lora import LoRAConfig, check_adapter_name, tensor_name
+from rl.lora import LoRAConfig, tensor_name
 from rl.losses import Loss
 from rl.system.model_files import weight_files
 from rl.types import ForwardBackwardOutput
@@ -70,7 +70,6 @@ class FrozenBase(Engine):
     def adapter(self, name: str, config: LoRAConfig) -> Engine:
         if self._config.lora is None:
             self._refuse("adapter")
-        check_adapter_name(name)
         if name in self._adapters:
             raise ValueError(f"there is an adapter {name!r} already; drop it first, or choose another name")
         assert isinstance(self._engine, TorchEngine), "only PyTorch engines have `trains_adapters` in their rows"

@@ -82,9 +82,9 @@ class _Running:
     entry: ReceivingHost
 
     def has_died(self) -> bool:
-        processes = self.mesh.calls.processes
+        processes = self.mesh.processes
         processes.look(2 * _LOOK_S)
-        return self.mesh.calls.failure is not None or bool(processes.gone)
+        return self.mesh.failure is not None or bool(processes.gone)
 
 
 class WeightReceivers:
@@ -166,7 +166,7 @@ class WeightReceivers:
         env = {"OMP_NUM_THREADS": "1"}
         mesh = await Mesh.spawn(name, WeightReceiver, num_ranks=1, env=env, log_dir=self._log_dir, hosts=host.place())
         try:
-            port, link_timeout_s = await mesh.answer(mesh.rank(0).listens.call_one(), "start")
+            ((port, link_timeout_s),) = await mesh.call("listens", [()])
         except BaseException:
             await mesh.stop()
             raise
