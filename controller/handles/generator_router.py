@@ -14,13 +14,14 @@ Errors tell the router what happened: a `MeshError` means that the replica died 
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Hashable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import get_args
+from functools import wraps
+from typing import Any, ParamSpec, TypedDict, get_args
 
 from controller.handles.adapters import BoundGenerator
 from controller.handles.generator_handle import GeneratorHandle
-from controller.handles.replicas import PrefixAffinity, Pull, Replica, ReplicaSet, ReplicaState, StoppableGenerator
+from controller.handles.replicas import PrefixAffinity, Replica, ReplicaSet, ReplicaState, StoppableGenerator
 from controller.processes.errors import MeshError
 from generator.config import OnFailure
 from generator.openai_calls import OpenAICall, OpenAIReply
@@ -28,11 +29,36 @@ from rl.checks import check_at_least, check_known
 from rl.images import join_tokens
 from rl.lora import LivePolicy, Policy
 from rl.protocols import Generator
-from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
+from rl.types import Completion, PullMode, SamplingParams
+
+P = ParamSpec("P")
 
 _MAX_LEAD = 32  # samples in progress; a computed prefix is not worth waiting for more of them
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, *(60.0,) * 9)
 _MAX_FAILURES = 3  # a request whose replicas died so many times is taken for the cause, and not retried again
+
+
+class PullOptions(TypedDict):
+    """Keywords of `rl.protocols.Generator.pull_model_state_dict`."""
+
+    policy: LivePolicy
+    frozen: bool
+    mode: PullMode
+    keep_prefix_cache: bool
+
+
+def shielded(method: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, Coroutine[Any, Any, None]]:
+    """A method whose call is brought to its end when its caller is cancelled."""
+    running: set[asyncio.Task[None]] = set()  # asyncio itself keeps no task alive
+
+    @wraps(method)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        task = asyncio.create_task(method(*args, **kwargs))
+        running.add(task)
+        task.add_done_callback(running.discard)
+        await asyncio.shield(task)
+
+    return call
 
 
 class GeneratorRouter:
@@ -56,7 +82,6 @@ class GeneratorRouter:
         self._resets = itertools.count()
         self._affinity = PrefixAffinity(len(generators))
         self._pulls = PolicyLocks()
-        self._pull_task: asyncio.Task[None] | None = None
         self.evaluator: StoppableGenerator | None = None
         """A further copy that answers no request of this generator. It is not restarted."""
 
@@ -131,6 +156,7 @@ class GeneratorRouter:
             if replica.generator is generator:
                 replica.num_samples -= num_samples
 
+    @shielded
     async def pull_model_state_dict(
         self,
         version: int,
@@ -144,13 +170,43 @@ class GeneratorRouter:
 
         If only some replicas cannot load it, they are restarted. If none can, raises their error, and replicas that
         are alive continue under the old weights. If all died, the pull goes to their successors, unless requests are
-        not retried either.
+        not retried either. A pull that was begun is brought to its end also if its caller is cancelled: versions would
+        differ otherwise.
         """
-        check_known("mode", mode, PULL_MODES)
-        # The pull is shielded from its caller's cancellation: if it ended in the middle, versions would differ.
-        pull = Pull(version, policy, frozen, mode, keep_prefix_cache)
-        self._pull_task = asyncio.create_task(self._pull(pull))
-        await asyncio.shield(self._pull_task)
+        pulled: Policy = (policy, version) if frozen else policy
+        options = PullOptions(policy=policy, frozen=frozen, mode=mode, keep_prefix_cache=keep_prefix_cache)
+        num_failures = 0
+        while True:
+            await self._replicas.wait_for(Replica.can_pull)
+            async with self._pulls.hold(pulled):  # versions of one policy come in order
+                replicas = [replica for replica in self._replicas if replica.can_pull()]
+                generators = [replica.generator for replica in replicas]
+                for replica in replicas:
+                    replica.pulling.add(pulled)
+                outcomes = await asyncio.gather(
+                    *(each.pull_model_state_dict(version, **options) for each in generators), return_exceptions=True
+                )
+                if is_loaded := None in outcomes:
+                    self._versions[pulled] = version
+                    if not keep_prefix_cache:
+                        self._cache_resets[pulled] = next(self._resets)
+                others: list[BaseException] = []
+                for replica, generator, error in zip(replicas, generators, outcomes, strict=True):
+                    replica.pulling.discard(pulled)
+                    has_died = isinstance(error, MeshError) and error.mesh == generator.name
+                    others += [] if error is None or has_died else [error]
+                    if error is None:
+                        replica.missing.discard(pulled)
+                    elif replica.up and (has_died or is_loaded):  # no request noticed it during the pull
+                        self._restart(replica, error)
+                await self._replicas.notify()
+            if is_loaded:
+                return
+            if others:  # a mistake of the caller, or a failed trainer, explains more than the death of a replica
+                raise others[0]
+            num_failures += bool(replicas)  # there is none if the last one died between the wait and the lock
+            if replicas and (self._on_failure == "raise" or num_failures == _MAX_FAILURES):
+                raise next(error for error in outcomes if error is not None)
 
     async def drop_policy(self, policy: Policy) -> None:
         """Every replica forgets an adapter, or a frozen version of one. Raises ValueError if no replica has it."""
@@ -182,49 +238,6 @@ class GeneratorRouter:
             replica.up, replica.error = False, replica.error or MeshError("generator", "it was stopped")
         await asyncio.gather(*(replica.generator.stop() for replica in self._replicas))
         await self._replicas.notify()
-
-    async def _pull(self, pull: Pull) -> None:
-        num_failures = 0
-        while True:
-            await self._replicas.wait_for(Replica.can_pull)
-            async with self._pulls.hold(pull.key):  # versions of one policy come in order
-                replicas = [replica for replica in self._replicas if replica.can_pull()]
-                if not replicas:  # between the wait and the lock, the only replica that was up has died
-                    continue
-                all_died = await self._pull_all(replicas, pull)
-            if all_died is None:
-                return
-            num_failures += 1
-            if self._on_failure == "raise" or num_failures == _MAX_FAILURES:
-                raise all_died
-
-    async def _pull_all(self, replicas: Sequence[Replica], pull: Pull) -> MeshError | None:
-        """Returns an error if every replica died. Raises one if none of them could load this version otherwise."""
-        names = [replica.generator.name for replica in replicas]
-        for replica in replicas:
-            replica.pulling.add(pull.key)
-        outcomes = await asyncio.gather(*(pull.ask(replica.generator) for replica in replicas), return_exceptions=True)
-        errors = [outcome for outcome in outcomes if outcome is not None]
-        if len(errors) < len(replicas):
-            self._versions[pull.key] = pull.version
-            if not pull.keep_prefix_cache:
-                self._cache_resets[pull.key] = next(self._resets)
-        died = [isinstance(o, MeshError) and o.mesh == name for o, name in zip(outcomes, names, strict=True)]
-        for replica, outcome, has_died in zip(replicas, outcomes, died, strict=True):
-            replica.pulling.discard(pull.key)
-            if not replica.up:  # a request noticed its death during the pull and restarted it
-                continue
-            if outcome is None:
-                replica.missing.discard(pull.key)
-            elif has_died or len(errors) < len(replicas):
-                self._restart(replica, outcome)
-        await self._replicas.notify()
-        if len(errors) < len(replicas):
-            return None
-        if all(died):
-            return next(error for error in errors if isinstance(error, MeshError))
-        # A mistake of the caller, or a failed trainer, explains more than the death of a replica.
-        raise next(error for error, has_died in zip(outcomes, died, strict=True) if error is not None and not has_died)
 
     async def _choose(self, prompt: tuple[int, ...], policy: Policy) -> Replica:
         """The replica to send a prompt to. Waits until one is serving this policy."""

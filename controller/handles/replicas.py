@@ -1,4 +1,4 @@
-"""What a router knows of each of its generators, and a pull that it asks all of them for.
+"""What a router knows of each of its generators.
 
 `PrefixAffinity` remembers which replica computed the beginning of which prompts: its prefix cache may still hold them.
 """
@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from controller.processes.errors import HostLostError, HostsOverError, MeshError, PolicyLostError
-from rl.lora import LivePolicy, Policy
+from rl.lora import Policy
 from rl.protocols import Generator
-from rl.types import PullMode
 
 ReplicaState = Literal["serving", "pulling", "outdated", "down"]
 """What a replica does for the model itself. `outdated`: it was restarted, but could not pull the current version any
@@ -113,32 +112,6 @@ class ReplicaSet(list[Replica]):
         """Wakes those who wait. To be called after a replica's state has changed."""
         async with self._states_changed:
             self._states_changed.notify_all()
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """One call of `pull_model_state_dict`."""
-
-    version: int
-    policy: LivePolicy
-    frozen: bool
-    mode: PullMode
-    keep_prefix_cache: bool
-
-    @property
-    def key(self) -> Policy:
-        """What the pulled version is known as."""
-        return (self.policy, self.version) if self.frozen else self.policy
-
-    async def ask(self, generator: Generator) -> None:
-        """Has one replica pull."""
-        await generator.pull_model_state_dict(
-            self.version,
-            policy=self.policy,
-            frozen=self.frozen,
-            mode=self.mode,
-            keep_prefix_cache=self.keep_prefix_cache,
-        )
 
 
 _BLOCK_TOKENS = 32  # vLLM shares whole blocks only: of 16 tokens on a GPU, of 32 here on the CPU

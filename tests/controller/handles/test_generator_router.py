@@ -99,8 +99,6 @@ def test_a_version_that_none_can_pull_raises_and_restarts_none() -> None:
         with pytest.raises(ValueError, match="version 9 cannot be pulled"):
             await router.pull_model_state_dict(9)
         assert router.states == ("serving", "serving")
-        with pytest.raises(ValueError, match="mode is 'drian'"):
-            await router.pull_model_state_dict(9, mode="drian")  # pyright: ignore[reportArgumentType]
 
     run(test)
 
