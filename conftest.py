@@ -41,6 +41,7 @@ _TOGETHER = {
         "plugins/families/tests/test_generator_experts.py",
         "plugins/families/tests/test_generator_routes.py",
         "plugins/hosts/tests/weights/test_network_pulls.py",
+        "plugins/server/tests/test_openai_serving.py",
         "plugins/shelf/tests/test_distilled_runs.py",
         "plugins/tasks/tests/test_tool_calls.py",
         "plugins/tasks/tests/test_tool_loop.py",

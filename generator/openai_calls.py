@@ -5,16 +5,18 @@ this module, so it does not import vLLM.
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rl.checks import unknown_name
 from rl.lora import Policy
 from rl.system.hardware import import_and_freeze
+from rl.system.plugins import find
 
-if TYPE_CHECKING:  # the imports would load vLLM
+if TYPE_CHECKING:  # the import would load vLLM
     from generator.engine import GenerationEngine
-    from generator.openai_serving import OpenAIServing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +35,8 @@ class OpenAICall:
     """The name of vLLM's parser that finds tool calls in the text; empty for none."""
     reasoning_parser: str = ""
     """The name of vLLM's parser that separates reasoning from the answer; empty for none."""
-    serving: str = ""
-    """The entry point in `ownloop.generators` of the class that answers; empty for `OpenAIServing` itself."""
+    serving: str = "openai"
+    """The entry point in `ownloop.generators` of the `Serving` that answers."""
     extra: Any = None
     """What that class needs besides the body. It must be picklable."""
     begins_with: tuple[int, ...] = ()
@@ -51,6 +53,21 @@ class OpenAIReply:
     """JSON; or, if the client asked for a stream, the events of `text/event-stream` as they come."""
 
 
+class Serving(ABC):
+    """Answers requests over an engine, with one choice of parsers. An entry point of `ownloop.generators` names it.
+
+    The entry point's name is what `OpenAICall.serving` says.
+    """
+
+    @abstractmethod
+    def __init__(self, engine: "GenerationEngine", *, tool_parser: str, reasoning_parser: str) -> None:
+        """Raises ValueError for a parser that vLLM cannot use with this model, and for a model without tokenizer."""
+
+    @abstractmethod
+    async def answer(self, call: OpenAICall) -> tuple[int, str | AsyncGenerator[str]]:
+        """The status, and JSON or the events of a stream."""
+
+
 class OpenAIRequests:
     """The requests that one generator process is answering. Lives on the actor's event loop."""
 
@@ -58,7 +75,7 @@ class OpenAIRequests:
         """vLLM's serving code is loaded by the first request."""
         self._engine = engine
         self._building = asyncio.Lock()
-        self._serving: dict[tuple[str, ...], OpenAIServing] = {}
+        self._serving: dict[tuple[str, ...], Serving] = {}
         self._running: dict[str, asyncio.Task[tuple[int, str | AsyncGenerator[str]]]] = {}
         self._events: dict[str, AsyncGenerator[str]] = {}
         self._taking: dict[str, asyncio.Future[str | None]] = {}
@@ -105,13 +122,14 @@ class OpenAIRequests:
             closing = asyncio.ensure_future(events.aclose())
             closing.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def _serving_for(self, *names: str) -> "OpenAIServing":
-        def build() -> "OpenAIServing":
-            import_and_freeze("generator.openai_serving")
-            from generator.openai_serving import find_serving
-
+    async def _serving_for(self, *names: str) -> Serving:
+        def build() -> Serving:
             name, tool_parser, reasoning_parser = names
-            return find_serving(name)(self._engine, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+            import_and_freeze("vllm.entrypoints.openai.chat_completion.serving")
+            found = find("generators", name, type[Serving])
+            if found is None:
+                raise unknown_name("OpenAICall.serving", name, (), "generators")
+            return found(self._engine, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
 
         async with self._building:
             if names not in self._serving:

@@ -34,7 +34,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
     "plan": {"commands": "plan"},
     "report": {"commands": "report", "observers": "curves report tensorboard trackio wandb"},
     "sandbox": {},
-    "server": {"commands": "export-tinker key serve"},
+    "server": {"commands": "export-tinker key serve", "generators": "openai"},
     "shelf": {
         "advantages": "max_rl optimal_baseline pass_at_k",
         "losses": "clip_cov dppo_kl dppo_tv forward_kl gmpo jensen_shannon kimi_k25 kl_cov luspo m2po reverse_kl sapo"

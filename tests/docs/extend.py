@@ -26,7 +26,7 @@ KINDS = {
         "controller.runs.observers:Observer",
         "each run makes those that watch every run, and those in `log`",
     ),
-    "generators": ("generator.openai_serving:OpenAIServing", "a generator's process loads it at the first such call"),
+    "generators": ("generator.openai_calls:Serving", "a generator's process loads it at the first such call"),
     "hosts": ("controller.launching.hosts:Hosts", "`--hosts NAME ...` calls `from_words` of the class"),
     "transports": ("rl.weights.version:Transport", "trainer and generator make one where weights travel by it"),
 }
@@ -84,7 +84,7 @@ FAMILY = ModelFamily(architectures=("MyForCausalLM",), engines=("fsdp2",), check
 ```
 
 For hosts and transports see [`plugins/hosts`](../plugins/hosts), for a generator's
-parsers [`plugins/agents`](../plugins/agents).
+requests [`plugins/agents`](../plugins/agents).
 
 `ownloop list --plugins` shows what is installed, and what is missing or broken. A broken part raises `ValueError` for
 who names it; where every run looks at all parts of a kind, it is left out with a warning. The plug-ins of this

@@ -1,14 +1,12 @@
 """Requests whose outputs come one by one, against the same requests as a whole."""
 
 import asyncio
-import json
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 
 from generator.engine import GenerationEngine
-from generator.openai_calls import OpenAICall
 from rl.types import SamplingParams
 from tests.generator.engines import EngineFactory
 from tests.generator.running import run_paced
@@ -76,25 +74,3 @@ def test_what_cannot_be_streamed_harms_no_later_stream(engine: GenerationEngine)
         assert len((await _tokens(engine, 3))[0]) == 3
 
     run_paced(main())
-
-
-def test_parsers_that_vllm_does_not_have_are_refused(engine: GenerationEngine) -> None:
-    from generator.openai_serving import OpenAIServing
-
-    with pytest.raises(ValueError, match=r"tool_parser is 'nonsense'.*vLLM cannot use"):
-        OpenAIServing(engine, tool_parser="nonsense", reasoning_parser="")
-    with pytest.raises(ValueError, match=r"reasoning_parser 'nonsense'.*vLLM cannot use"):
-        OpenAIServing(engine, tool_parser="", reasoning_parser="nonsense")
-    assert OpenAIServing(engine, tool_parser="pythonic", reasoning_parser="")
-
-
-def test_tools_without_a_parser_are_refused(engine: GenerationEngine) -> None:
-    from generator.openai_serving import OpenAIServing
-
-    tool = {"type": "function", "function": {"name": "f"}}
-    body = json.dumps({"messages": [{"role": "user", "content": "w3"}], "tools": [tool]}).encode()
-    call = OpenAICall(kind="chat", body=body, policy=None, model="tiny")
-    status, answer = asyncio.run(OpenAIServing(engine, tool_parser="", reasoning_parser="").answer(call))
-    assert status == 400
-    assert isinstance(answer, str)
-    assert "tool" in json.loads(answer)["error"]["message"]

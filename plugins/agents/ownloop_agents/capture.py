@@ -35,10 +35,10 @@ from vllm.sampling_params import RequestOutputKind
 from generator.conversion import bounded, kept_sets
 from generator.engine import GenerationEngine
 from generator.openai_calls import OpenAICall
-from generator.openai_serving import EngineClient, OpenAIServing
 from ownloop_agents.asked import check_request, check_tools, limit_tokens, our_sampling, wants_form, whole_parts
 from ownloop_agents.records import RECORD, CallRecord, SessionRequest
 from ownloop_agents.splicing import Message, Prompt, digests, find_prompt, hide_control_tokens
+from ownloop_server.openai_serving import EngineClient, OpenAIServing
 from rl.rollouts.tokenizer import TextEncoder
 from rl.system.hf_config import end_token_ids, read_config
 

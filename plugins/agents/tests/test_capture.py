@@ -418,7 +418,7 @@ def test_a_call_within_a_thought_is_a_thought(
     """As `ToolEnv` has it."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-    from generator.openai_serving import OpenAIServing  # loads vLLM
+    from ownloop_server.openai_serving import OpenAIServing  # loads vLLM
 
     serving: Any = OpenAIServing(chat_engine, tool_parser="hermes", reasoning_parser="")
     request = ChatCompletionRequest.model_validate({"messages": ASK, "tools": [TOOL]})
@@ -476,7 +476,7 @@ def test_a_form_begins_behind_the_reasoning(
         chat_model(tmp_path / "m", template=template, more_tokens=["<think>", "</think>"]), "float32", max_model_len=512
     )
     end = engine.llm.renderer.tokenizer.convert_tokens_to_ids("</think>")  # pyright: ignore[reportOptionalMemberAccess]
-    from generator.openai_serving import OpenAIServing  # loads vLLM
+    from ownloop_server.openai_serving import OpenAIServing  # loads vLLM
 
     schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
     asked = {"messages": ASK, "seed": 1, "max_tokens": 60, "logit_bias": {end: 99.0}, "stream": stream}

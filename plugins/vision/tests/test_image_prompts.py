@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from generator.config import LoRALimits
 from generator.engine import GenerationEngine
 from generator.openai_calls import OpenAICall
-from generator.openai_serving import OpenAIServing
+from ownloop_server.openai_serving import OpenAIServing
 from ownloop_vision.image_prompts import FOLDER
 from ownloop_vision.qwen_images import file_bytes
 from plugins.vision.tests import with_torchvision

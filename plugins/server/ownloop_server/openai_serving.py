@@ -27,12 +27,10 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from generator._compat import REASONER
 from generator.engine import GenerationEngine
-from generator.openai_calls import OpenAICall
-from rl.checks import unknown_name
+from generator.openai_calls import OpenAICall, Serving
 from rl.images import images_of
 from rl.rollouts.chats import check_shown
 from rl.rollouts.rendering import opening_of
-from rl.system.plugins import find
 from rl.types import Answer, Thoughts
 
 # vLLM hands a request on by itself, and knows policies only as LoRA directories.
@@ -87,12 +85,8 @@ async def _in_form(outputs: AsyncGenerator[RequestOutput]) -> AsyncGenerator[Req
             yield output
 
 
-class OpenAIServing:
-    """Answers requests for one choice of parsers. A subclass may replace its two classes.
-
-    An entry point of `ownloop.generators` names a subclass, which answers the calls whose `OpenAICall.serving` is the
-    entry point's name.
-    """
+class OpenAIServing(Serving):
+    """Answers OpenAI's chats and completions. A subclass may replace its two classes."""
 
     renderer_class = OnlineRenderer
     client_class = EngineClient
@@ -207,14 +201,6 @@ def _as_json(result: Any) -> str:
         return str(result.model_dump_json())
     except ValueError:  # a model may write half a surrogate pair into a tool call, which JSON cannot hold
         return json.dumps(result.model_dump(mode="json"), ensure_ascii=False).encode(errors="replace").decode()
-
-
-def find_serving(name: str) -> type[OpenAIServing]:
-    """The class of the plug-in that has this name; `OpenAIServing` for no name. Raises ValueError if none has it."""
-    found = find("generators", name, type[OpenAIServing]) if name else OpenAIServing
-    if found is None:
-        raise unknown_name("OpenAICall.serving", name, (), "generators")
-    return found
 
 
 class _AnyModel(OpenAIServingModels):
