@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt
 
 from rl.checks import check_at_least
-from rl.configuration import AnyPath, Gpus, Positive, check_gpus, configuration, one_of
+from rl.configuration import AnyPath, Gpus, Positive, Rare, check_gpus, configuration, one_of
 from rl.deadlines import Deadlines
 from rl.images import TokensWithImages, images_of
 from rl.lora import LivePolicy, Policy
@@ -111,17 +111,17 @@ class LoRALimits:
 class GeneratorConfig:
     """One generator: `num_replicas` copies of the model, each held by `tensor_parallel` ranks, a process each."""
 
-    model: AnyPath = Path()
+    model: Rare[AnyPath] = Path()
     """Directory of a Hugging Face causal language model: config.json, *.safetensors, tokenizer files. Recipes leave it
     out, because a loop sets it to its own model."""
     dtype: GeneratorDtype = "bfloat16"
     """Dtype of weights and activations. The trainer casts its weights to it when it pushes."""
-    head_dtype: HeadDtype | None = None
+    head_dtype: Rare[HeadDtype | None] = None
     """Dtype of the logits' product, as `TrainerConfig.head_dtype`. "float32" widens hidden states and output projection
     of `dtype`, on the CPU at every step. None: `dtype`."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share every matrix product; must divide the attention heads."""
-    weight_transport: Annotated[WeightTransport, one_of(lambda: ("auto", *transports()), "transports")] = "auto"
+    weight_transport: Rare[Annotated[WeightTransport, one_of(lambda: ("auto", *transports()), "transports")]] = "auto"
     """How pushed weights travel: from GPU to GPU of one host through `gpu_memory`, through `shared_memory` on one host,
     over the `network` into shared memory of other hosts, the same from GPU to GPU by `nccl`, or through `torchstore`.
     `auto` takes the network if a generator is on another host. On one host it takes memory of GPUs if they reach each
@@ -130,7 +130,7 @@ class GeneratorConfig:
     come with the plug-in `ownloop-hosts`."""
     num_replicas: PositiveInt = 1
     """Copies of the model that share the requests; all pull the same weights."""
-    evaluator: bool = False
+    evaluator: Rare[bool] = False
     """Whether a further copy, on GPUs of its own, answers evaluations only. A loop sets it by its own `evaluation`."""
     max_model_len: PositiveInt = 2048
     """The largest number of tokens of a prompt and its completion together. A prompt that is only scored, which is to
@@ -139,23 +139,23 @@ class GeneratorConfig:
     """Sequences that a replica samples at the same time; further ones wait."""
     num_threads: PositiveInt = 1
     """Threads of each rank on the CPU."""
-    gpus: Gpus = None
+    gpus: Rare[Gpus] = None
     """The GPU of each rank, replica after replica, by its number, UUID or MIG name in `CUDA_VISIBLE_DEVICES`. Meshes
     may share GPUs that they both name. None takes the next free ones."""
-    placement: Placement = "split"
+    placement: Rare[Placement] = "split"
     """Whether it shares its GPUs with other meshes and takes turns with them. A loop sets it to its own `placement`."""
-    on_failure: OnFailure = "retry"
+    on_failure: Rare[OnFailure] = "retry"
     """What happens to requests in progress when a replica's process, or vLLM in it, dies or hangs: "retry" sends them
     again and "raise" makes them raise `MeshError`. Both restart the replica."""
-    request_timeout_s: Positive | None = None
+    request_timeout_s: Rare[Positive | None] = None
     """The longest time from sending a request to its answer, after which the request raises `RequestTimeoutError`. None
     sets no limit. A replica that hangs is found without it, see `deadlines`."""
-    deadlines: Deadlines = field(default_factory=Deadlines)
+    deadlines: Rare[Deadlines] = field(default_factory=Deadlines)
     """How long calls, and steps of the engine, may take before the replica counts as hung."""
-    kept_sets: bool = False
+    kept_sets: Rare[bool] = False
     """Whether GPUs return the tokens that a cut (top-k, top-p, min-p) has left for every token. A loop sets it if its
     sampling cuts; a CPU returns them in any case. Greedy log-probs of GPUs are then 0."""
-    routes: bool = False
+    routes: Rare[bool] = False
     """Whether completions of a mixture have the experts that its layers chose. A loop sets it by its own `routes`."""
     lora: LoRALimits | None = None
     """Room for adapters (LoRA). None: this generator serves only the model itself."""

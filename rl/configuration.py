@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import field, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, dataclass_transform, overload
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_args, get_type_hints, overload
 
 import numpy as np
 from pydantic import AfterValidator, ConfigDict, Field, SkipValidation, Strict, TypeAdapter, ValidationError
@@ -41,6 +41,14 @@ Several = Annotated[tuple[T, ...], Strict(False)]
 Gpus = Several[int | str] | None
 """A GPU for each rank, by its number, UUID or MIG name. None takes the next free ones."""
 _RULES = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+
+
+class _Rare:
+    """Marks a field that few need."""
+
+
+Rare = Annotated[T, _Rare()]
+"""A field that `--help` leaves out. It is an option as any other is, and `ownloop show` prints it."""
 AsItIs = SkipValidation
 """A value of a protocol, whose class is not checked: `AsItIs[Env]`."""
 
@@ -89,6 +97,12 @@ def one_of(names: Callable[[], Iterable[str]], kind: str = "") -> AfterValidator
         return value
 
     return AfterValidator(check)
+
+
+def is_rare(kind: Any, field: str) -> bool:
+    """Whether a class declares this field as `Rare`."""
+    hint = get_type_hints(kind, include_extras=True).get(field)
+    return any(isinstance(each, _Rare) for each in get_args(hint)[1:])
 
 
 def check_value(name: str, value: object, hint: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from rl.configuration import Positive, Seed, configuration
+from rl.configuration import Positive, Rare, Seed, configuration
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 FURTHER_ATTENTION_MODULES = (
@@ -47,9 +47,9 @@ class LoRAConfig:
     """Whether the projections of attention (q, k, v, o, or what a family has in their place) are adapted."""
     train_mlp: bool = True
     """Whether the projections of the feed-forward network (gate, up, down) are adapted. Experts are not."""
-    train_unembed: bool = True
+    train_unembed: Rare[bool] = True
     """Whether the output projection is adapted. Where it is tied to the input embedding, only the output changes."""
-    seed: Seed = 0
+    seed: Rare[Seed] = 0
     """Seed of the initial A."""
 
     @property

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
-from rl.configuration import Seed, Several, configuration
+from rl.configuration import Rare, Seed, Several, configuration
 
 Ids = NDArray[Any]
 """uint16, which is enough for most sets, or int32."""
@@ -45,15 +45,15 @@ class SamplingParams:
     """Samples from the tokens that are at least this times as probable as the most probable one; 0 keeps all."""
     stop: Several[Annotated[str, Field(min_length=1)]] = ()
     """Strings that end a completion. Their tokens stay in the completion."""
-    stop_token_ids: Several[NonNegativeInt] = ()
+    stop_token_ids: Rare[Several[NonNegativeInt]] = ()
     """Tokens that end a completion, in addition to the model's own end token. They stay in the completion."""
-    ignore_eos: bool = False
+    ignore_eos: Rare[bool] = False
     """Whether the model's own end token does not end a completion."""
-    seed: Seed | None = None
+    seed: Rare[Seed | None] = None
     """Sample i of a call uses seed + i. With None, every call draws a new seed."""
-    prompt_logprobs: bool = False
+    prompt_logprobs: Rare[bool] = False
     """Also returns log-probs of the prompt's tokens. The prefix cache is then not used for the prompt."""
-    topk_prompt_logprobs: Annotated[int, Field(ge=-1, le=MAX_TOPK_LOGPROBS)] = 0
+    topk_prompt_logprobs: Rare[Annotated[int, Field(ge=-1, le=MAX_TOPK_LOGPROBS)]] = 0
     """As `prompt_logprobs`, of so many most probable tokens at every position too, at most 20; -1 stands for all
     tokens, which the option `max_logprobs` of vLLM has to allow. Not recorded."""
 

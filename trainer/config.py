@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, PositiveInt
 
-from rl.configuration import AnyPath, Gpus, Seed, check_gpus, configuration, one_of
+from rl.configuration import AnyPath, Gpus, Rare, Seed, check_gpus, configuration, one_of
 from rl.deadlines import Deadlines
 from rl.lora import LoRAConfig
 from rl.system.hardware import cpu_malloc_env, cpu_thread_env, sees_gpu
@@ -38,17 +38,17 @@ class LayoutConfig:
     data_parallel_shard: PositiveInt = 1
     """Ranks over which parameters, gradients and optimizer state are sharded (FSDP, ZeRO-3). With the engine `megatron`
     each rank computes with a whole model, and master weights and optimizer state are sharded (ZeRO-1)."""
-    data_parallel_replicate: PositiveInt = 1
+    data_parallel_replicate: Rare[PositiveInt] = 1
     """Replicas of the sharded group (HSDP), or of everything if nothing is sharded."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share every matrix product; must divide the attention heads and the key-value heads."""
-    sequence_parallel: bool = True
+    sequence_parallel: Rare[bool] = True
     """Whether a tensor-parallel group also splits the tokens between matrix products, which saves memory."""
     context_parallel: PositiveInt = 1
     """Ranks that split the tokens of every row, for long sequences. Parameters are sharded over them too."""
     pipeline_parallel: PositiveInt = 1
     """Ranks that each hold some of the layers and pass micro-batches on to the next. Embeddings must not be tied."""
-    pipeline_schedule: PipelineSchedule = "1F1B"
+    pipeline_schedule: Rare[PipelineSchedule] = "1F1B"
     """The order in which a pipeline's ranks compute. With `1F1B` each rank holds one stage of layers; with
     `Interleaved1F1B` (arXiv 2104.04473) it holds two, which idle less and communicate more."""
     expert_parallel: PositiveInt = 1
@@ -99,31 +99,31 @@ def _check_steps(text: str) -> str:
 class TrainerConfig(LayoutConfig):
     """A trainer with one process per rank. Its ranks are arranged as `LayoutConfig` says."""
 
-    model: AnyPath = Path()
+    model: Rare[AnyPath] = Path()
     """Directory of a Hugging Face causal language model: config.json, *.safetensors, tokenizer files. Recipes leave it
     out: a loop sets it to its own model."""
     engine: Annotated[str, one_of(all_engines, "engines")] = "torchtitan"
     """The backend that computes, by its name in `trainer.engine_table`."""
-    head: Head = "lm"
+    head: Rare[Head] = "lm"
     """What the model ends in. `lm` is the language model's own output projection. `value` gives one value per position,
     which makes the trainer a critic; it starts at zero unless `model` has a `score.weight`."""
     compute_dtype: ComputeDtype = "bfloat16"
     """Dtype of matrix products. Parameters, gradients and optimizer state are float32; only a frozen model, under
     `frozen` or `lora`, is kept in this dtype. `docs/memory.md` has the bytes per parameter."""
-    head_dtype: HeadDtype | None = None
+    head_dtype: Rare[HeadDtype | None] = None
     """Dtype of the logits' product. "float32" widens hidden states and output projection of `compute_dtype`, which
     takes a part of the mismatch with a generator off, and time. The generator's must be the same. None:
     `compute_dtype`."""
-    moments_dtype: ComputeDtype = "float32"
+    moments_dtype: Rare[ComputeDtype] = "float32"
     """Dtype in which AdamW's moments are kept. "bfloat16" saves 4 bytes a parameter; updates are still computed in
     float32. It needs `AdamParams.beta2` of at most 0.99."""
-    frozen: bool = False
+    frozen: Rare[bool] = False
     """Whether the model is never trained, as a reference or a teacher is not. It is kept in `compute_dtype`, and calls
     that would train it are refused. `Launcher.reference` and distillation's teacher set it."""
-    lora: LoRAConfig | None = None
+    lora: Rare[LoRAConfig | None] = None
     """If given, the model is frozen and what is trained are adapters over it, made by `Engine.adapter`. A loop trains
     one adapter with these values. None trains the model itself."""
-    train_vision: bool = False
+    train_vision: Rare[bool] = False
     """Whether the parameters that read images are trained, too, or with `lora` adapted. Otherwise they stay as they
     are."""
     max_tokens_per_microbatch: PositiveInt = 4096
@@ -134,24 +134,24 @@ class TrainerConfig(LayoutConfig):
     compile: bool = False
     """Whether layers go through `torch.compile`, which makes the first calls slower and, on a GPU, later ones faster. A
     CPU gains nothing: attention is not compiled there, and experts and tensor parallelism are refused."""
-    float8: Float8Recipe = "none"
+    float8: Rare[Float8Recipe] = "none"
     """Recipe of torchao, applied by torchtitan's converter, for the layers' matrix products in float8. Scoring, routers
     and experts stay in `compute_dtype`. Needs a GPU with float8 instructions."""
     num_threads: PositiveInt = 1
     """Threads of each rank on the CPU."""
-    gpus: Gpus = None
+    gpus: Rare[Gpus] = None
     """The GPU of each rank, by its number, UUID or MIG name in `CUDA_VISIBLE_DEVICES`. Meshes may share GPUs that they
     both name. None takes the next free ones."""
-    placement: Placement = "split"
+    placement: Rare[Placement] = "split"
     """Whether it shares its GPUs with other meshes and takes turns with them. A loop sets it to its own `placement`."""
-    seed: Seed = 0
+    seed: Rare[Seed] = 0
     """Seed of each rank's random state."""
     engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further options for an engine that takes them: with `megatron`, fields of Megatron-core's `TransformerConfig` by
     their own names, and `model_provider`; with `megatron_fsdp`, options of `fully_shard`."""
-    profile_steps: Annotated[str, AfterValidator(_check_steps)] = ""
+    profile_steps: Rare[Annotated[str, AfterValidator(_check_steps)]] = ""
     """Optimizer steps that torch's profiler records, as "3:5": from 3 to 5. `docs/slow_step.md` says where."""
-    deadlines: Deadlines = field(default_factory=Deadlines)
+    deadlines: Rare[Deadlines] = field(default_factory=Deadlines)
     """How long calls may take before the ranks count as hung."""
 
     def __post_init__(self) -> None:

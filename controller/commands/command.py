@@ -18,20 +18,29 @@ A command that is derived from `TakesFields` leaves options that it does not hav
 
 import contextlib
 import io
-import os
-import re
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import tyro
+from tyro._errors import (
+    BadValue,
+    InstantiationFailure,
+    InvalidChoice,
+    MissingArgs,
+    ParseErrorEvent,
+    UnrecognizedArgs,
+    on_parse_error,
+)
 from tyro.conf import AvoidSubcommands, DisallowNone, FlagCreatePairsOff, Positional, Suppress
 
 from controller.commands.command_line import HELP, CommandEndedError
-from rl.checks import did_you_mean
+from rl.checks import did_you_mean, unknown_name
 
 if TYPE_CHECKING:
+    from tyro._arguments import ArgumentDefinition
     from tyro.constructors import ConstructorRegistry
 
 
@@ -74,24 +83,16 @@ def parse(kind: type[Any], words: Sequence[str], program: str) -> Any:
     takes_fields = hints.pop("fields", None) is not None
     if takes_fields and not hints:
         return kind(fields=tuple(words))
-    flags = {
-        f"--{name.replace('_', '-')}": hint is bool
-        for name, hint in hints.items()
-        if Positional not in getattr(hint, "__metadata__", ())
-    }
+    own = [f"--{name.replace('_', '-')}" for name in hints if Positional not in get_args(hints[name])]
     # After a recipe, --help lists the recipe's fields.
     if HELP & {*words[:1]} or (HELP & set(words) and not (takes_fields and "recipe" in hints)):
-        own, fields = ["--help"], list[str]()
+        mine, fields = ["--help"], list[str]()
     elif takes_fields:
-        own, fields = _divided(words, flags)
+        mine, fields = _divided(words, own)
     else:
-        own, fields = gathered(words, "--hosts"), list[str]()
-        check_options(own, flags)
-    for word in own:
-        if flags.get(_name(word)) and "=" in word:
-            raise ValueError(f"{_name(word)} takes no value")
+        mine, fields = gathered(words, "--hosts"), list[str]()
     try:
-        command = from_words(kind, own, program, markers=(FlagCreatePairsOff, DisallowNone))
+        command = from_words(kind, mine, program, options=own, markers=(FlagCreatePairsOff, DisallowNone))
     except ValueError as error:
         if fields and " is missing" in str(error):
             raise ValueError(f"{fields[0]} comes too early, or is not known: see {program} --help") from error
@@ -108,14 +109,6 @@ def _divided(words: Sequence[str], own: Iterable[str]) -> tuple[list[str], list[
             into = mine if _name(word) in own else others
         into.append(word)
     return mine, others
-
-
-def check_options(words: Sequence[str], known: Iterable[str]) -> None:
-    """Raises ValueError for an option that is not known, naming the nearest."""
-    known = list(known)
-    for word in words:
-        if word.startswith("--") and _name(word) not in known:
-            raise ValueError(f"unknown option {_name(word)}{did_you_mean(_name(word), known, 'see --help')}")
 
 
 def gathered(words: Sequence[str], name: str) -> list[str]:
@@ -142,22 +135,19 @@ def from_words(
     words: Sequence[str],
     program: str,
     *,
+    options: Sequence[str],
     markers: Sequence[Any] = (),
     default: Any = tyro.MISSING_NONPROP,
     description: str | None = None,
     registry: "ConstructorRegistry | None" = None,
 ) -> Any:
-    """A dataclass from words, by tyro.
+    """A dataclass from words, by tyro. `options` are those that there are; a mistake's answer names the nearest.
 
     Raises ValueError, in one line, for what tyro or the dataclass refuses, and CommandEndedError with the help.
     """
-    output, errors = io.StringIO(), io.StringIO()
+    output = io.StringIO()
     try:
-        with (
-            contextlib.redirect_stdout(output),
-            contextlib.redirect_stderr(errors),
-            _width(unlimited=not HELP & set(words)),
-        ):
+        with contextlib.redirect_stdout(output), on_parse_error(partial(_refuse, words, options)):
             return tyro.cli(
                 kind,
                 args=list(words),
@@ -167,62 +157,45 @@ def from_words(
                 registry=registry,
                 config=(AvoidSubcommands, *markers),
             )
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise CommandEndedError(0, output.getvalue().replace("\n\n\n", "\n\n")) from None
-        raise ValueError(_first_message(errors.getvalue() + output.getvalue())) from None
+    except SystemExit:
+        raise CommandEndedError(0, output.getvalue().replace("\n\n\n", "\n\n")) from None
 
 
-@contextlib.contextmanager
-def _width(*, unlimited: bool) -> Generator[None]:
-    """While the block lasts, tyro does not fold its messages at the terminal's width: it would cut paths in two."""
-    before = os.environ.get("COLUMNS")
-    if unlimited:
-        os.environ["COLUMNS"] = "100000"
-    try:
-        yield
-    finally:
-        os.environ.pop("COLUMNS", None)
-        if before is not None:
-            os.environ["COLUMNS"] = before
+def _refuse(words: Sequence[str], options: Sequence[str], event: ParseErrorEvent) -> None:
+    """Raises ValueError with what tyro refuses, in one line."""
+    match event:
+        case UnrecognizedArgs(tokens=[word, *_]):
+            raise ValueError(_unrecognized(word, words, options))
+        case MissingArgs(missing_arguments=[missing, *_]):
+            raise ValueError(f"{_name_of(missing.arg)} is missing; see {event.prog} --help")
+        case BadValue():
+            raise ValueError(f"{_name_of(event.argument)} needs a value, {event.argument.lowered.metavar}")
+        case InvalidChoice():
+            raise unknown_name(_name_of(event.argument), event.value, event.choices)
+        case InstantiationFailure(argument=None):  # a class's own message names the field
+            raise ValueError(event.message)
+        case InstantiationFailure(argument=argument, message=message) if argument is not None:
+            name, reason = _name_of(argument), message.partition("\n")[0]
+            takes = "" if name == "--hosts" else f"{name} takes {argument.lowered.metavar}: "  # hosts name themselves
+            raise ValueError(f"{takes}{reason}")
+        case _:
+            return
 
 
-_WORDS = (
-    (r"Error parsing (--[\w.-]+): invalid literal for int\(\).*?: (.*)", r"\1 is \2; it must be a whole number"),
-    (r"Error parsing (--[\w.-]+): could not convert string to float: (.*)", r"\1 is \2; it must be a number"),
-    (
-        r"Error parsing (--[\w.-]+): no type matching .*\bINT\b.* from \[(.*)\]\.",
-        r"\1 is \2; it must be a whole number",
-    ),
-    (r"Error parsing (--[\w.-]+): no type matching .*\bFLOAT\b.* from \[(.*)\]\.", r"\1 is \2; it must be a number"),
-    (
-        r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*?),?\)\.",
-        r"\2 is \1, which is not known; known: \3",
-    ),
-    (r"Missing value for argument '(.*)'\..*", r"\1 needs a value"),
-    (r"Missing from (.*?): (\S+) .*\(required\).*", r"\2 is missing; see \1 --help"),
-    (r"Error parsing (--[\w.-]+): Failed to parse key-value pairs!.*", r"\1 takes pairs of a name and its value"),
-    (r"Unrecognized options: (--[\w.-]+).*", r"\1 is no option itself; see \1.FIELD in --help, or set it in a recipe"),
-    (
-        r"Unrecognized options: ((?i:true|false))\b.*",
-        r"unexpected argument \1; --FIELD alone is True, --no-FIELD or --PART.no-FIELD False",
-    ),
-    (r"Unrecognized options: ([^,]*).*", r"unexpected argument \1"),
-    (r"Error parsing (?:--hosts|[\w.]+): (.*)", r"\1"),  # a dataclass's own message names the field already
-)
-"""What tyro says, as a pattern, and what the user reads. Anything else is passed on as it is."""
+def _unrecognized(word: str, words: Sequence[str], options: Sequence[str]) -> str:
+    """What is wrong with a word that tyro does not know."""
+    name = _name(word)
+    if name.startswith("--"):
+        if name in options or any(option.startswith(f"{name}.") for option in options):
+            return f"{name} is no option itself; see {name}.FIELD in --help, or set it in a recipe"
+        return f"unknown option {name}{did_you_mean(name, options, 'see --help')}"
+    number = next(i for i, each in enumerate(words) if each == word or each.endswith(f"={word}"))
+    owner = _name(words[max(number - 1, 0)] if words[number] == word else words[number])
+    return f"{owner} takes no value; {word!r} was given" if owner in options else f"unexpected argument {word}"
 
 
-def _first_message(text: str) -> str:
-    """The text between the title and the first rule of the box that tyro draws, as one line in our words."""
-    lines: list[str] = []
-    for line in text.splitlines()[1:]:
-        content = line.strip("│╰╯ ")
-        if set(content) <= {"─", "-"}:
-            if lines:
-                break
-        else:
-            lines.append(content)
-    message = " ".join(lines) or text.strip()
-    matches = ((re.fullmatch(pattern, message), words) for pattern, words in _WORDS)
-    return next((match.expand(words) for match, words in matches if match), message)
+def _name_of(argument: "ArgumentDefinition") -> str:
+    """An argument as the user writes it."""
+    if not argument.is_positional():
+        return argument.lowered.name_or_flags[0]
+    return argument.field.extern_name if argument.lowered.choices else str(argument.lowered.metavar)

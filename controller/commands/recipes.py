@@ -7,7 +7,6 @@ a class that the recipe itself derives from it.
 
 import ast
 import contextlib
-import copy
 import dataclasses
 import importlib
 import importlib.util
@@ -21,11 +20,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from controller.commands.command import check_options, from_words, gathered
+from controller.commands.command import from_words, gathered
 from controller.commands.command_line import HELP, Command
 from controller.runs.observers import Observer
 from rl.algorithms import Algorithms
 from rl.checks import check_known, errors_of_user_code
+from rl.configuration import is_rare
 from rl.system.hf_config import ModelFamily
 from rl.system.plugins import KINDS, OURS, Plugin, how_to_install, installed, is_installed, load
 from rl.system.secret_fields import with_hidden_secrets
@@ -224,47 +224,38 @@ def override(config: Any, options: Sequence[str], program: str, description: str
     Raises ValueError, in one line, for an unknown option (naming the nearest) and for a value that its field refuses.
     Raises CommandEndedError with the help for --help.
     """
-    options = gathered(options, "--hosts")
-    config = _with_optional_parts(config, options)
-    if not HELP & set(options):
-        check_options(options, option_names(config))
-        if any(option.replace("_", "-").startswith("--lora-learning-rate") for option in options):
-            raise ValueError("--lora-learning-rate is a recipe's --learning-rate for adapters; give --learning-rate")
-    else:
+    options, asks_help = gathered(options, "--hosts"), bool(HELP & set(options))
+    if any(option.replace("_", "-").startswith("--lora-learning-rate") for option in options) and not asks_help:
+        raise ValueError("--lora-learning-rate is a recipe's --learning-rate for adapters; give --learning-rate")
+    config = _with_optional_parts(config, options, asks_help=asks_help)
+    known, registry = option_names(config), _registry()
+    if asks_help:
         config = with_hidden_secrets(config)
-    return from_words(type(config), options, program, default=config, description=description, registry=_registry())
+        _leave_out_rare_fields(registry)
+    return from_words(
+        type(config), options, program, options=known, default=config, description=description, registry=registry
+    )
 
 
-def _with_optional_parts(config: Any, options: Sequence[str], prefix: str = "--") -> Any:
+def _with_optional_parts(config: Any, options: Sequence[str], prefix: str = "--", *, asks_help: bool = False) -> Any:
     """`config` with a default in the place of None where `options` name a field of what could be there: `--lora.rank`.
 
-    With `--help`, every field of `config` itself has a default. What is returned is for tyro to start from: its
-    `__post_init__` has not run.
+    With `--help`, every field of `config` itself has a default.
     """
-    asks_help, hints = bool(HELP & set(options)), get_type_hints(type(config))
+    from controller.runs.loop_config import LoopConfig  # `ownloop list` needs none
+
+    hints, parts = get_type_hints(type(config)), dict[str, Any]()
     for field in dataclasses.fields(config):
         name, value = f"{prefix}{field.name.replace('_', '-')}.", getattr(config, field.name)
         named = any(option.replace("_", "-").startswith(name) for option in options)
-        new: Any = None
         if value is None and (named or asks_help):
             part: Any = next(filter(dataclasses.is_dataclass, get_args(hints[field.name])), None)
-            new = part() if part else None
+            parts |= {field.name: part()} if part else {}
+            if named and field.name == "lora" and isinstance(config, LoopConfig):
+                parts |= config.suited_to_an_adapter
         elif named and dataclasses.is_dataclass(value):
-            new = _with_optional_parts(value, options, name)
-        if new is not None:
-            config = copy.copy(config)
-            object.__setattr__(config, field.name, new)
-            if named and field.name == "lora":
-                _suit_an_adapter(config)
-    return config
-
-
-def _suit_an_adapter(config: Any) -> None:
-    """Sets what a recipe for the whole model has to be told differently for an adapter."""
-    if getattr(config, "lora_learning_rate", None) is not None:
-        object.__setattr__(config, "learning_rate", config.lora_learning_rate)
-    if getattr(getattr(config, "trainer", None), "compile", False):
-        object.__setattr__(config, "trainer", dataclasses.replace(config.trainer, compile=False))
+            parts[field.name] = _with_optional_parts(value, options, name)
+    return dataclasses.replace(config, **parts) if parts else config
 
 
 def option_names(config: Any, prefix: str = "--") -> list[str]:
@@ -315,3 +306,24 @@ def _registry() -> "ConstructorRegistry":
     registry.struct_rule(protocol_rule)
     registry.primitive_rule(hosts_rule)
     return registry
+
+
+def _leave_out_rare_fields(registry: "ConstructorRegistry") -> None:
+    """For the help, which then has room for what many need."""
+    from tyro.constructors import ConstructorRegistry, StructConstructorSpec
+
+    without = set[Any]()
+
+    def help_rule(info: "StructTypeInfo") -> "StructConstructorSpec | None":
+        if info.type in without or not dataclasses.is_dataclass(info.type):
+            return None
+        without.add(info.type)  # so that tyro's own rule makes it
+        made = ConstructorRegistry.get_struct_spec(info)
+        without.remove(info.type)
+        if not isinstance(made, StructConstructorSpec):
+            return None
+        return dataclasses.replace(
+            made, fields=tuple(each for each in made.fields if not is_rare(info.type, each.name))
+        )
+
+    registry.struct_rule(help_rule)

@@ -51,8 +51,6 @@ class Run(OfRuns, TakesFields):
 
     def __post_init__(self) -> None:
         """Raises ValueError for arguments that exclude each other, and if there is nothing to run."""
-        if self.profile_steps:
-            object.__setattr__(self, "fields", (*self.fields, "--trainer.profile-steps", self.profile_steps))
         if self.resume and self.fork:
             raise ValueError("--resume continues a run and --fork begins a new one; give one of them")
         if not self.resume and not self.fork:
@@ -72,6 +70,11 @@ class Run(OfRuns, TakesFields):
             if given:
                 raise ValueError(f"{option} {reason}")
 
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The recipe's fields that are given, in full."""
+        return (*self.fields, *(("--trainer.profile-steps", self.profile_steps) if self.profile_steps else ()))
+
     def run(self) -> int:
         """Starts a run or continues one, to its end."""
         with CapturedOutput() as output:
@@ -83,7 +86,7 @@ class Run(OfRuns, TakesFields):
 
     def _begin(self, recipe: str, output: CapturedOutput) -> int:
         """Starts a new run."""
-        config = runnable_configuration(recipe, self.fields, "run")
+        config = runnable_configuration(recipe, self.options, "run")
         from controller.commands.resume import inputs_of, recording_file, replayed, with_pinned_models
         from controller.commands.saved_recipe import save_recipe
         from controller.runs.folder import RunFolder
@@ -101,7 +104,7 @@ class Run(OfRuns, TakesFields):
         inputs = inputs_of(config)
         folder = RunFolder(path, config)
         with folder.discarded_on_failure():
-            save_recipe(folder.path, find_recipe(recipe), self.fields, recording, inputs=inputs)
+            save_recipe(folder.path, find_recipe(recipe), self.options, recording, inputs=inputs)
         return _until_the_end(loop, config, folder, output)
 
     def _fork(self, run: str, output: CapturedOutput) -> int:
@@ -112,12 +115,12 @@ class Run(OfRuns, TakesFields):
 
         parent = find_run(run, self.runs)
         checkpoint = checkpoint_of(parent, self.at)
-        config = forked_configuration(parent, self.fields, output.say)
+        config = forked_configuration(parent, self.options, output.say)
         check_hardware(Path(saved_recipe(parent)["file"]), config)
         loop = _loop(config)
         now = time.strftime("%Y%m%d-%H%M%S")
         name = f"{parent.name}-at-{checkpoint.name}-{now}" if self.name is None else self.name
-        folder = forked_folder(folder_named(self.runs, name), config, parent, checkpoint, self.fields)
+        folder = forked_folder(folder_named(self.runs, name), config, parent, checkpoint, self.options)
         return _until_the_end(loop, config, folder, output)
 
     def _resume(self, run: str, output: CapturedOutput) -> int:
@@ -134,7 +137,7 @@ class Run(OfRuns, TakesFields):
 
         path = find_run(run, self.runs)
         check_has_checkpoint(path)
-        config = resumed_configuration(path, self.fields)
+        config = resumed_configuration(path, self.options)
         before, now = read_json(path / CONFIG_FILE).get("num_steps"), getattr(config, "num_steps", None)
         if is_finished(path) and now == before:
             print(f"{path} is finished; --num-steps N continues it", file=output.terminal)
@@ -146,7 +149,7 @@ class Run(OfRuns, TakesFields):
             output.say(f"num_steps was {before} and is {now}: a rate that falls until the last step falls anew")
         loop = _loop(config)
         folder = RunFolder(path, config, resume=True)
-        add_options(folder.path, self.fields)
+        add_options(folder.path, self.options)
         return _until_the_end(loop, config, folder, output)
 
 

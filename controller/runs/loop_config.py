@@ -14,7 +14,7 @@ from generator.config import GeneratorConfig, LoRALimits
 from rl.advantages import Rewards, get_advantage
 from rl.algorithms.metrics import num_completion_tokens
 from rl.checks import check_known
-from rl.configuration import NotNegative, Positive, Several, configuration
+from rl.configuration import NotNegative, Positive, Rare, Several, configuration
 from rl.lora import LoRAConfig
 from rl.losses import constant_length, get_loss, sequences_alike, token_mean
 from rl.rollouts.episodes import check_sampled_distribution
@@ -49,7 +49,7 @@ class LoopConfig:
     """Optimizer steps of the run. A resumed run counts from its beginning."""
     learning_rate: NotNegative
     """The peak of the loop's schedule."""
-    lora_learning_rate: NotNegative | None = None
+    lora_learning_rate: Rare[NotNegative | None] = None
     """What `learning_rate` is by default where the command line switches `lora` on: an adapter learns best at about ten
     times the rate of the whole model (https://thinkingmachines.ai/blog/lora/). None: `learning_rate`."""
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -65,13 +65,13 @@ class LoopConfig:
     checkpoint_every: NonNegativeInt = 20
     """Steps between checkpoints, with one after the last step; 0 for none: the run then cannot be resumed.
     `benchmarks/checkpoint_cost.py` says what one costs. The trained model is always exported."""
-    keep_checkpoints: PositiveInt = 2
+    keep_checkpoints: Rare[PositiveInt] = 2
     """Newest checkpoints that stay on disk. Each holds the parameters and the optimizer state in float32."""
-    max_restarts: NonNegativeInt = 3
+    max_restarts: Rare[NonNegativeInt] = 3
     """How often within `restart_window_minutes` the processes start again and the run continues after its newest
     checkpoint, when a trainer or the weight store dies or hangs; one more failure ends the run. 0: the first one does.
     A generator that dies is replaced in either case."""
-    restart_window_minutes: Positive = 60.0
+    restart_window_minutes: Rare[Positive] = 60.0
     """The time in which `max_restarts` are counted."""
     log: Several[str] = ()
     """Where metrics and samples go in addition to the run's folder: "tensorboard", "wandb", "trackio". See
@@ -102,6 +102,12 @@ class LoopConfig:
     def policy_config(self) -> TrainerConfig:
         """The policy's trainer as the loop starts it: `trainer`, of an adapter if there is `lora`."""
         return replace(self.trainer, lora=self.lora)
+
+    @property
+    def suited_to_an_adapter(self) -> dict[str, Any]:
+        """The fields that differ by default where the command line switches `lora` on."""
+        rate = self.learning_rate if self.lora_learning_rate is None else self.lora_learning_rate
+        return {"learning_rate": rate, "trainer": replace(self.trainer, compile=False)}
 
     def loop(self) -> Loop:
         """The loop that trains with this configuration. Each loop's configuration overrides it.
@@ -138,7 +144,7 @@ class RolloutLoopConfig(LoopConfig):
     """How the generator's model is laid out over processes, and in which dtype."""
     sampling: SamplingParams
     """How training rollouts are sampled. Its stop strings end an answer in addition to the environment's."""
-    routes: Literal["replay", "off"] = "off"
+    routes: Rare[Literal["replay", "off"]] = "off"
     """Whether a mixture is trained with the experts that the generator's layers chose (https://arxiv.org/abs/2510.11370).
     It costs a byte per token, layer and expert. `ownloop parity` measures its effect on a model."""
     prompts_per_step: PositiveInt
@@ -164,7 +170,7 @@ class RolloutLoopConfig(LoopConfig):
     """Whether a step may sample more than `prompts_per_step` problems."""
     replays = True
     """Whether the loop can train on recorded rollouts in place of new ones."""
-    env_time_limit_s: Positive | None = None
+    env_time_limit_s: Rare[Positive | None] = None
     """Longest that one call of the environment may take; a longer one costs its rollout. None: what the environment
     says (`call_time_limit_s`), and 60 s if it says nothing."""
 

@@ -3,7 +3,6 @@
 A field is secret if its type says so: `api_key: Secret = ""`. No other value is looked at.
 """
 
-import copy
 import dataclasses
 import functools
 import re
@@ -42,15 +41,16 @@ def hide_all(value: Any) -> Any:
 
 
 def with_hidden_secrets(config: Any) -> Any:
-    """A copy of a dataclass to show to a user, with the secrets of its fields hidden. Its checks are not run again."""
-    shown = copy.copy(config)
+    """A dataclass to show to a user, with the secrets of its fields hidden."""
+    shown = dict[str, Any]()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            object.__setattr__(shown, field.name, with_hidden_secrets(value))
+            shown[field.name] = with_hidden_secrets(value)
         elif is_declared(type(config), field.name):
-            object.__setattr__(shown, field.name, hide_all(value))
-    return shown
+            shown[field.name] = hide_all(value)
+    changed = {name: value for name, value in shown.items() if value is not getattr(config, name)}
+    return dataclasses.replace(config, **changed) if changed else config
 
 
 def hide_in_options(options: Sequence[str], hidden: Collection[str]) -> list[str]:

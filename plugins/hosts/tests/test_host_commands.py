@@ -25,7 +25,7 @@ def test_words_become_a_command(words: str, command: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["hosts", "slurm", "trainer=1"], "cluster is 'slurm', which is not known; known: 'kubernetes'"),
+        (["hosts", "slurm", "trainer=1"], "cluster is 'slurm', which is not known; known: kubernetes"),
         (["certs"], "HOST is missing: a host's name as the others know it; see ownloop certs --help"),
         (["doctor", "--hosts", "none"], "--hosts is none; name hosts to examine"),
     ],

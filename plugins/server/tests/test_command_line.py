@@ -29,7 +29,7 @@ def test_words_become_a_command(words: str, command: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["key", "ad"], "action is 'ad', which is not known; known: 'add', 'list', 'revoke'"),
+        (["key", "ad"], "action is 'ad', which is not known; did you mean 'add'?"),
         (["key", "add"], "ownloop key add needs the user's NAME"),
     ],
 )

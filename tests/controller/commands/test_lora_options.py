@@ -79,7 +79,7 @@ def test_help_shows_the_rate_of_the_whole_model() -> None:
         configuration("grpo_smollm2_cpu", ["--help"], "run")
     text = str(caught.value)
     assert "--lora.rank" in text
-    assert "(default: 2e-05)" in text[text.index("--learning-rate") : text.index("--lora-learning-rate")]
+    assert "(default: 2e-05)" in text[text.index("--learning-rate") : text.index("--optimizer")]
 
 
 @pytest.mark.parametrize("options", [("--lora-learning-rate", "0.1"), ("--lora.rank=8", "--lora_learning_rate=0.1")])
