@@ -5,13 +5,14 @@ state is then as it was before the call. If a process died, it raises `controlle
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 from rl.lora import LivePolicy, LoRAConfig, Policy
 from rl.types import AdamParams, Completion, Datum, ForwardBackwardOutput, OptimStepOutput, PullMode, SamplingParams
 
+T = TypeVar("T")
 Prompt = str | Sequence[Mapping[str, Any]]
 """Text that the model continues as it stands, or a chat: messages with `role` and `content`, which the model's chat
 template turns into text. If the last message has the role "assistant", the model continues that message.
@@ -192,10 +193,7 @@ class Episode(Protocol):
 class Problem(Protocol):
     """A prompt, and episodes that attempt it. `rl.envs.procedural.TextProblem` is the single-turn implementation.
 
-    A problem may have more attributes. `tools: Sequence[Mapping[str, Any]]` are JSON schemas of functions, which
-    the model's chat template shows it together with the prompt. `answer_of(completion) -> str` is the
-    end of an answer, such as the number in its box: evaluations count how often each was given. `best_reward: float` is
-    in the place of the environment's. `answer` and `wrong_answers` are as in `rl.data.sources.AnsweredProblem`.
+    A problem may have more attributes: `ProblemOptions`.
     """
 
     @property
@@ -213,6 +211,22 @@ class Problem(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemOptions:
+    """The attributes that a `Problem` may have, with what holds for one that lacks them."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    """JSON schemas of functions, which the model's chat template shows it together with the prompt."""
+    answer: str | None = None
+    """A right completion, as in `rl.data.sources.AnsweredProblem`; None if none is known."""
+    wrong_answers: Sequence[str] = ()
+    """Plausible wrong completions."""
+    answer_of: Callable[[str], str] = str.strip
+    """The end of an answer, such as the number in its box: evaluations count how often each was given."""
+    best_reward: float | None = None
+    """The highest reward of an episode. None: the environment's."""
+
+
 class AroundProblem:
     """What a problem that is made around another one, its `problem`, has from that."""
 
@@ -222,25 +236,23 @@ class AroundProblem:
     @property
     def answer(self) -> str | None:
         """A right completion; None if none is known."""
-        return getattr(self.problem, "answer", None)
+        return given(ProblemOptions, self.problem).answer
 
     @property
     def wrong_answers(self) -> Sequence[str]:
         """Plausible wrong completions; empty if none are known."""
-        return getattr(self.problem, "wrong_answers", ())
+        return given(ProblemOptions, self.problem).wrong_answers
 
     @property
     def answer_of(self) -> Callable[[str], str]:
         """See `Problem`."""
-        return getattr(self.problem, "answer_of", str.strip)
+        return given(ProblemOptions, self.problem).answer_of
 
 
 class Env(Protocol):
     """A source of problems. Its training and held-out splits never overlap.
 
-    An environment may have two more attributes. `call_time_limit_s: float` is the longest that one call of `start` or
-    `reply` may take, 60 s without it; a recipe's `env_time_limit_s` replaces it. `best_reward: float` is the highest
-    reward of an episode, 1.0 without it: a policy that gets it for every problem has nothing left to learn.
+    An environment may have more attributes: `EnvOptions`.
     """
 
     @property
@@ -262,7 +274,22 @@ class Env(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvOptions:
+    """The attributes that an `Env` may have, with what holds for one that lacks them."""
+
+    call_time_limit_s: float = 60.0
+    """The longest that one call of `start` or `reply` may take. A recipe's `env_time_limit_s` replaces it."""
+    best_reward: float = 1.0
+    """The highest reward of an episode: a policy that gets it for every problem has nothing left to learn."""
+
+
+def given(kind: type[T], owner: object) -> T:
+    """The dataclass `kind` with those of its fields that `owner` has as attributes; others have their defaults."""
+    names = [each.name for each in fields(cast("Any", kind)) if hasattr(owner, each.name)]
+    return kind(**{name: getattr(owner, name) for name in names})
+
+
 def best_reward_of(env: object) -> float:
     """The highest reward of an episode of this environment: its `best_reward`, or else 1.0."""
-    best: float = getattr(env, "best_reward", 1.0)
-    return best
+    return given(EnvOptions, env).best_reward

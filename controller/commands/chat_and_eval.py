@@ -20,6 +20,7 @@ from controller.commands.output import CapturedOutput
 from controller.commands.processes import finish
 from controller.commands.recipes import override, runnable_configuration
 from controller.runs.folder import CONFIG_FILE, began_at, complete_checkpoints
+from controller.runs.loop_config import options_of
 from rl.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class Eval(OfCheckpoint, TakesFields):
         from rl.system.timeline import show_progress_with
 
         show_progress_with(console.progress)
-        hosts = getattr(config, "hosts", None)
+        hosts = options_of(config).hosts
         async with kept(hosts, console.phase):
             # Hosts keep the copy that they get of a model, so they find it in its place the next time.
             adapted = adapter_of(self, self.model)
@@ -214,7 +215,7 @@ def adapter_of(options: OfCheckpoint, name: str) -> tuple[Any, Path] | None:
     if run is None or not complete_checkpoints(run / "checkpoints"):
         return None
     config = resumed_configuration(run, [])
-    return None if getattr(config, "lora", None) is None else (config, checkpoint_of(run, options.step))
+    return None if options_of(config).lora is None else (config, checkpoint_of(run, options.step))
 
 
 async def started(

@@ -19,6 +19,7 @@ from controller.commands.output import CapturedOutput
 from controller.commands.processes import finish
 from controller.commands.saved_recipe import RECIPE_FILE, command_of, find_run
 from controller.runs.folder import CONFIG_FILE, METRICS, read_json, read_metrics
+from controller.runs.loop_config import options_of
 from controller.runs.recording import write_whole
 
 _CARD = "README.md"
@@ -56,7 +57,7 @@ class Export(OfCheckpoint, TakesFields):
         directory = self.to or run / "exports" / (f"{checkpoint.name}-adapter" if self.adapter else checkpoint.name)
         with CapturedOutput() as output, tempfile.TemporaryDirectory(prefix="ownloop-export-") as scratch:
             config = resumed_configuration(run, self.fields)
-            if self.adapter and getattr(config, "lora", None) is None:
+            if self.adapter and options_of(config).lora is None:
                 raise ValueError(f"--adapter is given, and {run} trained the model itself; leave it out")
             try:
                 logs = logs_of_export(run, output)
@@ -79,8 +80,9 @@ def logs_of_export(folder: Path, output: CapturedOutput) -> Path:
 
 def name_of_data(config: Any) -> str:
     """What a configuration trains on, in a few words."""
-    data = getattr(config, "env", None) or getattr(config, "data", None)
-    return str(getattr(data, "name", "") or type(data).__name__)
+    options = options_of(config)
+    data = options.env or options.data
+    return str(data.name if hasattr(data, "name") else type(data).__name__)
 
 
 def add_model_card(run: Path, data: str, model: Path | None = None, step: int | None = None) -> None:

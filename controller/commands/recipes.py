@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from controller.commands.command import from_words, gathered
 from controller.commands.command_line import HELP, Command
+from controller.runs.loop_config import LoopConfig, options_of
 from controller.runs.observers import Observer
 from rl.algorithms import Algorithms
 from rl.checks import check_known, errors_of_user_code
@@ -170,7 +171,7 @@ def check_hardware(file: Path, config: Any) -> None:
     A recipe is for GPUs if its name ends in `_gpu`. On a CPU its model and its settings would take days. GPUs of other
     hosts are counted when those are asked.
     """
-    if not file.stem.endswith("_gpu") or getattr(config, "hosts", None) is not None:
+    if not file.stem.endswith("_gpu") or options_of(config).hosts is not None:
         return
     from controller.processes.place import gpus_here
 
@@ -242,8 +243,6 @@ def _with_optional_parts(config: Any, options: Sequence[str], prefix: str = "--"
 
     With `--help`, every field of `config` itself has a default.
     """
-    from controller.runs.loop_config import LoopConfig  # `ownloop list` needs none
-
     hints, parts = get_type_hints(type(config)), dict[str, Any]()
     for field in dataclasses.fields(config):
         name, value = f"{prefix}{field.name.replace('_', '-')}.", getattr(config, field.name)

@@ -35,7 +35,7 @@ from controller.runs.folder import (
     to_json,
     write_json,
 )
-from controller.runs.loop_config import ABSENT, differences
+from controller.runs.loop_config import ABSENT, differences, options_of
 from controller.runs.models import HubName, pinned, resolve_model
 from controller.runs.recording import RecordedEnv, recorded_files
 from generator.config import GeneratorConfig
@@ -166,7 +166,7 @@ def _may_change(field: str) -> bool:
 
 def _check_num_steps(folder: Path, config: Any) -> None:
     """Raises ValueError if the run has already done more than `num_steps` steps."""
-    complete, num_steps = complete_checkpoints(folder / "checkpoints"), getattr(config, "num_steps", None)
+    complete, num_steps = complete_checkpoints(folder / "checkpoints"), options_of(config).num_steps
     done = read_json(complete[-1] / LOOP_FILE)["step"] if complete else 0
     if num_steps is not None and num_steps < done:
         raise ValueError(f"num_steps is {num_steps}; the run has a checkpoint of step {done} already")
@@ -196,7 +196,7 @@ def forked_folder(path: Path, config: Any, parent: Path, checkpoint: Path, optio
     `num_steps` that the checkpoint has reached; and `RecordingError`, with no folder left, if it does not fit.
     """
     loop: dict[str, Any] = read_json(checkpoint / LOOP_FILE)
-    num_steps = getattr(config, "num_steps", None)
+    num_steps = options_of(config).num_steps
     if num_steps is not None and num_steps <= loop["step"]:
         raise ValueError(
             f"num_steps is {num_steps}, and the checkpoint is of step {loop['step']}; --num-steps must be more"
@@ -256,7 +256,8 @@ def with_recorded_models(config: Any, folder: Path) -> Any:
 
 
 def _model_names(config: Any) -> dict[str, str]:
-    return {field: name for field in _MODELS if isinstance(name := getattr(config, field, None), str)}
+    named = {each: getattr(config, each) for each in _MODELS if hasattr(config, each)}
+    return {each: name for each, name in named.items() if isinstance(name, str)}
 
 
 def recording_file(run: Path) -> Path:
@@ -279,9 +280,9 @@ def replayed(config: Any, file: Path) -> Any:
     missing = [name for name in _NEEDED if not hasattr(config, name)]
     if missing:
         raise ValueError(f"--replay is for loops that sample rollouts; {type(config).__name__} has no {missing[0]}")
-    if not getattr(config, "replays", True):
+    if not options_of(config).replays:
         raise ValueError(f"--replay is for loops that sample rollouts; {type(config).__name__} runs programs instead")
-    best, again = best_reward_of(config.env), getattr(config, "samples_again", False)
+    best, again = best_reward_of(config.env), options_of(config).samples_again
     env = RecordedEnv(file.absolute(), config.prompts_per_step, best, samples_again=again)
     if config.num_steps > env.num_steps:
         raise ValueError(f"num_steps is {config.num_steps}; the recording {file} has {env.num_steps} steps")

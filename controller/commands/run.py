@@ -20,6 +20,7 @@ from controller.commands.command_line import FAILED, USAGE
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import StopSignals, adopt_orphans, end_descendants
 from controller.commands.recipes import check_hardware, find_recipe, runnable_configuration
+from controller.runs.loop_config import options_of
 
 if TYPE_CHECKING:
     from controller.runs import Loop, RunFolder
@@ -138,7 +139,7 @@ class Run(OfRuns, TakesFields):
         path = find_run(run, self.runs)
         check_has_checkpoint(path)
         config = resumed_configuration(path, self.options)
-        before, now = read_json(path / CONFIG_FILE).get("num_steps"), getattr(config, "num_steps", None)
+        before, now = read_json(path / CONFIG_FILE).get("num_steps"), options_of(config).num_steps
         if is_finished(path) and now == before:
             print(f"{path} is finished; --num-steps N continues it", file=output.terminal)
             return 0

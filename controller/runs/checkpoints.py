@@ -22,7 +22,7 @@ from controller.launching.hosts import Tell, kept
 from controller.launching.launcher import Launcher
 from controller.processes.errors import TrainingStoppedError
 from controller.runs.folder import LOOP_FILE, RunFolder, complete_checkpoints, is_checkpoint
-from controller.runs.loop_config import LoopConfig
+from controller.runs.loop_config import LoopConfig, options_of
 from controller.runs.models import resolve_model
 from controller.runs.recording import write_rollouts
 from controller.runs.step_log import EQUAL_REWARDS, StepLog
@@ -378,11 +378,9 @@ async def export_checkpoint(
     if not (checkpoint / POLICY).is_dir():
         raise ValueError(f"{checkpoint} holds no {POLICY!r}, the trainer whose model is exported")
     model = resolve_model(config.model, tell)
-    hosts = getattr(config, "hosts", None)
+    hosts = options_of(config).hosts
     async with kept(hosts, tell), Launcher(log_dir, hosts) as launcher:
         # With its generator's configuration the trainer exports in that dtype, as at the run's end.
-        trainer = await launcher.trainer(
-            model, config.policy_config, generator=getattr(config, "generator_config", None)
-        )
+        trainer = await launcher.trainer(model, config.policy_config, generator=options_of(config).generator_config)
         await trainer.load_checkpoint(checkpoint / POLICY)
         await (trainer.export_peft if alone else trainer.export_hf)(directory)

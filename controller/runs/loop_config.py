@@ -1,7 +1,7 @@
 """The configuration fields that loops share. Each loop adds its own."""
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeAlias, cast, get_args
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -17,6 +17,7 @@ from rl.checks import check_known
 from rl.configuration import NotNegative, Positive, Rare, Several, configuration
 from rl.lora import LoRAConfig
 from rl.losses import constant_length, get_loss, sequences_alike, token_mean
+from rl.protocols import given
 from rl.rollouts.episodes import check_sampled_distribution
 from rl.rollouts.guard import Environment
 from rl.types import MAX_RUN_SEED, AdamParams, Datum, Group, MuonParams, PathOrName, Placement, SamplingParams
@@ -32,6 +33,29 @@ NumEval = Annotated[int, Field(ge=1, le=100_000)]
 """Problems of an evaluation. All are made and kept before the first step."""
 LossConfig: TypeAlias = Mapping[str, float | str]
 """A loss's options by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopOptions:
+    """The fields that the configuration of a loop may have, with what holds for one that lacks them."""
+
+    num_steps: int | None = None
+    hosts: Hosts | None = None
+    lora: LoRAConfig | None = None
+    max_restarts: int = 0
+    env: Any = None
+    data: Any = None
+    group_size: int = 1
+    tokens_per_step: int = 0
+    evaluation: Evaluated = "between"
+    generator_config: GeneratorConfig | None = None
+    replays: bool = True
+    samples_again: bool = False
+
+
+def options_of(config: object) -> LoopOptions:
+    """What a configuration has of these fields."""
+    return given(LoopOptions, config)
 
 
 @configuration

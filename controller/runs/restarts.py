@@ -18,7 +18,7 @@ from controller.launching.hosts import kept, run_hosts
 from controller.processes.errors import MeshError
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
-from controller.runs.loop_config import Loop
+from controller.runs.loop_config import Loop, options_of
 
 
 async def run_with_restarts(loop: Loop, config: Any, folder: RunFolder, console: Console) -> None:
@@ -28,8 +28,8 @@ async def run_with_restarts(loop: Loop, config: Any, folder: RunFolder, console:
     every other error of the loop is raised at once, since it would happen again. Hosts that were allocated for the run
     stay its own until it ends.
     """
-    run_hosts.set(hosts := getattr(config, "hosts", None))
-    limit = RestartLimit(config) if getattr(config, "max_restarts", 0) else None
+    run_hosts.set(hosts := options_of(config).hosts)
+    limit = RestartLimit(config) if options_of(config).max_restarts else None
     async with kept(hosts, console.phase):
         await _until_the_end(limit, loop, config, folder, console)
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 from controller.runs.checkpoints import Checkpoints, restored_position
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder
-from controller.runs.loop_config import LoopConfig
+from controller.runs.loop_config import LoopConfig, options_of
 from controller.runs.step_log import EQUAL_REWARDS, StepLog
 from rl.algorithms.metrics import PhaseClock
 from rl.protocols import Generator, Trainer, best_reward_of
@@ -34,7 +34,7 @@ class _Evaluation:
         self.evaluate: Callable[..., Awaitable[Evaluation]] | None = None
         self.generator: Generator | None = None
         self._log, self._every = log, config.evaluate_every
-        self._where = getattr(config, "evaluation", "between")
+        self._where = options_of(config).evaluation
         self._due: Callable[[], Awaitable[None]] | None = None
         self._running: asyncio.Future[None] | None = None
 
@@ -107,7 +107,7 @@ class Run:
 
     def __init__(self, config: LoopConfig, folder: RunFolder, console: Console) -> None:
         """`config` says how many steps the run has and when it is saved."""
-        best_reward = best_reward_of(getattr(config, "env", None))
+        best_reward = best_reward_of(options_of(config).env)
         self._log = StepLog(folder, console, config.num_steps, best_reward=best_reward, log=config.log)
         self._config = config
         self._checkpoints: Checkpoints | None = None

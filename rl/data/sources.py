@@ -18,7 +18,7 @@ from rl.checks import check_known, prompt_fault, text_fault
 from rl.configuration import AnyPath, configuration
 from rl.data.rows import content_id, numpy_order, read_rows, split, stream, without_held_out
 from rl.images import images_of
-from rl.protocols import Env, Problem, Prompt, Trainer
+from rl.protocols import Env, Problem, ProblemOptions, Prompt, Trainer, given
 from rl.rollouts.evaluation import Measurement
 from rl.rollouts.guard import Environment
 from rl.rollouts.rendering import Renderer, prompt_text
@@ -280,7 +280,7 @@ def _answers(env: Env, problem: Problem) -> tuple[str, Sequence[str]]:
             f"environment {env.name!r} knows no answer to problem {problem.id!r}; supervised data need problems with "
             "an `answer`, or a JSONL file"
         )
-    if getattr(problem, "tools", ()):
+    if given(ProblemOptions, problem).tools:
         said = f"problem {problem.id!r} of environment {env.name!r} has tools, which supervised data do not show"
         raise ValueError(f"{said}; give the environment without them, or ToolEnv.show_tools='system'")
     return problem.answer, problem.wrong_answers

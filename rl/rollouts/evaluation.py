@@ -2,14 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rl.checks import errors_of_user_code
-from rl.protocols import Generator, Problem
+from rl.protocols import Generator, Problem, ProblemOptions, given
 from rl.rollouts.episodes import rollout_groups
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
 from rl.rollouts.rendering import Renderer
@@ -165,14 +165,15 @@ async def evaluate(
     )
     scored = [(problem, group) for problem, group in zip(problems, groups, strict=True) if group.rollouts]
     majorities = tuple(_majority(problem, group) for problem, group in scored)
-    bests = tuple(float(getattr(problem, "best_reward", best_reward)) for problem in problems)
+    own = (given(ProblemOptions, problem).best_reward for problem in problems)
+    bests = tuple(best_reward if each is None else float(each) for each in own)
     return Evaluation(groups=tuple(groups), best_reward=best_reward, best_rewards=bests, majorities=majorities)
 
 
 def _majority(problem: Problem, group: Group) -> float:
     """The mean reward of the rollouts with the most common answer; of several that are as common, of all of theirs."""
     with errors_of_user_code(f"answer_of of problem {problem.id!r} failed"):
-        answer_of: Callable[[str], str] = getattr(problem, "answer_of", str.strip)
+        answer_of = given(ProblemOptions, problem).answer_of
         answers = [answer_of(rollout.turns[-1].completion.text) for rollout in group.rollouts]
     counts = Counter(answers)
     most = max(counts.values())

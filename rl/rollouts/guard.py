@@ -20,9 +20,9 @@ from pydantic import AfterValidator
 
 from rl.checks import frames_below
 from rl.configuration import AsItIs
-from rl.protocols import Env
+from rl.protocols import Env, EnvOptions, given
 
-DEFAULT_TIME_LIMIT_S = 60.0
+DEFAULT_TIME_LIMIT_S = EnvOptions().call_time_limit_s
 """Limit of one call of an environment that does not set its own, `call_time_limit_s`."""
 MAX_THREADS = 32
 """Calls that run at the same time. Further calls wait, and waiting does not count towards their time limit."""
@@ -46,8 +46,7 @@ class EnvironmentFailedError(Exception):
 
 def time_limit_of(env: object) -> float:
     """Seconds that one call of this environment may take: its own `call_time_limit_s`, or else the default."""
-    limit: float = getattr(env, "call_time_limit_s", DEFAULT_TIME_LIMIT_S)
-    return limit
+    return given(EnvOptions, env).call_time_limit_s
 
 
 def require_env(env: T) -> T:

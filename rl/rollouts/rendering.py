@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 
 from rl.checks import prompt_fault, surrogate_fault
 from rl.images import PlacedImage, TokensWithImages, images_of
-from rl.protocols import Problem, Prompt
+from rl.protocols import Problem, ProblemOptions, Prompt, given
 from rl.rollouts.chats import as_shown, text_of
 from rl.rollouts.tokenizer import TextEncoder, load_tokenizer
 from rl.system.hf_config import end_token_ids, read_config, vision_of
@@ -108,8 +108,7 @@ class Renderer:
 
     def encode_problem(self, problem: Problem) -> tuple[int, ...]:
         """The tokens of a problem's prompt, with its tools if it has any."""
-        tools: Sequence[Mapping[str, Any]] = getattr(problem, "tools", ())
-        return self.encode(problem.prompt, tools)
+        return self.encode(problem.prompt, given(ProblemOptions, problem).tools)
 
     def opening(self, tokens: Sequence[int]) -> str:
         """The delimiter of `rl.types.REASONING` with which an encoded prompt ends, apart from blanks, or "" for none.

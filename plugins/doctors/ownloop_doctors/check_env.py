@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from rl.checks import prompt_fault
-from rl.protocols import Done, Env, Observation, Prompt, best_reward_of
+from rl.protocols import Done, Env, Observation, ProblemOptions, Prompt, best_reward_of, given
 from rl.rollouts.episodes import checked_reward
 from rl.rollouts.guard import EnvironmentFailedError, call_environment, missing_of, time_limit_of
 
@@ -202,7 +202,7 @@ async def check_episodes(findings: Findings, problems: Sequence[Any], time_limit
 
 def _known_answers(problem: Any) -> list[str]:
     """A right answer and a wrong one, as far as the problem has such texts."""
-    known = (getattr(problem, "answer", None), *tuple(getattr(problem, "wrong_answers", ()))[:1])
+    known = (given(ProblemOptions, problem).answer, *tuple(given(ProblemOptions, problem).wrong_answers)[:1])
     return [answer for answer in known if isinstance(answer, str) and answer]
 
 
@@ -217,17 +217,18 @@ class _Rewards:
         """Adds a finding for a reward above the best, or one that a right or wrong answer should not have."""
         if last[0] != "done":
             return
-        reward, best = float(last[1]), float(getattr(problem, "best_reward", self._best))
+        own = given(ProblemOptions, problem)
+        reward, best = float(last[1]), float(self._best if own.best_reward is None else own.best_reward)
         slack = 1e-6 * max(1.0, abs(best))
         self._seen.add(reward)
         if reward > best + slack:
             self._findings.add(f"{where} had reward {reward:g}, above best_reward, which is {best:g}", "above")
-        if answer == getattr(problem, "answer", None):
+        if answer == own.answer:
             self._knows_answers = True
             if reward < best - slack:
                 told = f"the problem's own answer had reward {reward:g}, below best_reward, which is {best:g}"
                 self._findings.add(f"{where}: {told}: the best reward is never reached, or the answer is wrong", "best")
-        elif answer in getattr(problem, "wrong_answers", ()) and reward >= best - slack:
+        elif answer in own.wrong_answers and reward >= best - slack:
             self._findings.add(f"{where}, which is one of its wrong_answers, had the best reward, {best:g}", "wrong")
 
     def check_constant(self) -> None:

@@ -13,6 +13,7 @@ from controller.commands.command_line import FAILED
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import finish
 from controller.commands.recipes import find_recipe, load_recipe, runnable_configuration
+from controller.runs.loop_config import options_of
 from rl.checks import errors_of_user_code, see_working_directory
 from trainer.config import parse_layout
 from trainer.engine_table import find_engine
@@ -50,7 +51,7 @@ def load_env(name: str) -> "Env":
     module, colon, attribute = name.partition(":")
     if not colon:
         config = load_recipe(find_recipe(name))
-        env: Any = getattr(config, "env", None)
+        env: Any = options_of(config).env
         if env is None:
             raise ValueError(f"recipe {name} has no environment")
         return env

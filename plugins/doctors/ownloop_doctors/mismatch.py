@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from controller.handles.adapters import BoundGenerator
 from controller.launching.hosts import Hosts, Tell, kept
 from controller.launching.launcher import Launcher
+from controller.runs.loop_config import options_of
 from generator.config import GeneratorConfig, room_to_score
 from ownloop_doctors.vocabulary import compare_tokenizers, compare_vocabulary, split_after_images
 from rl.data.sources import text_to_datum
@@ -114,7 +115,7 @@ async def recipe_parity(config: Any, tell: Tell) -> Parity:
     model = resolve_model(config.model, tell)
     renderer = Renderer(model)
     prompts = [renderer.encode_problem(problem) for problem in config.env.eval_problems(_NUM_PROMPTS)]
-    hosts = getattr(config, "hosts", None)
+    hosts = options_of(config).hosts
     with tempfile.TemporaryDirectory(prefix="ownloop-parity-") as logs:
         async with kept(hosts, tell):
             return await measure_parity(

@@ -75,7 +75,7 @@ def test_an_environment_is_named_by_its_recipe_or_its_module(monkeypatch: pytest
             "'no_such_module:Env' cannot be made: ModuleNotFoundError: No module",
         ),
         ("ownloop_tasks.guess_number:GuessNumbr", "cannot be made: .* has no attribute 'GuessNumbr'"),
-        ("rl.envs.reasoning:ReasoningGym", "cannot be made: .* missing 1 required keyword-only argument: 'task'"),
+        ("rl.envs.reasoning:ReasoningGym", "ReasoningGym.task is missing"),
         ("no_such_recipe", "no_such_recipe"),
         (str(TOY_RECIPE), "has no environment"),
     ],
@@ -88,7 +88,7 @@ def test_what_is_not_there_is_named(name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"group_size": 1}, "group_size is 1; it must be at least 2"),
+        ({"group_size": 1}, "group_size is 1"),
         ({"env": object()}, "env is a object, and its name is None"),
         ({"env": LargestNumber}, "LargestNumber is a class; an instance of it is needed"),
     ],

@@ -10,6 +10,7 @@ from tyro.conf import Positional, arg
 
 from controller.commands.command import TakesFields
 from controller.commands.recipes import configuration
+from controller.runs.loop_config import options_of
 from generator.config import GeneratorConfig
 from ownloop_plan.gpus import GIB, GPUS, Efficiency
 from ownloop_plan.memory import (
@@ -79,7 +80,7 @@ def planned(options: Plan, config: Any) -> tuple[list[str], bool]:
     gpu, efficiency, per_host = GPUS[options.gpu], _efficiency(options.metrics, trainer), options.gpus_per_host
     overlaps = hasattr(config, "max_staleness")
     if options.search is not None:
-        shares = getattr(config, "evaluation", "between") == "between"
+        shares = options_of(config).evaluation == "between"
         found = find_layouts(
             model, trainer, generator, work, gpu, efficiency, most_gpus=options.search, gpus_per_host=per_host,
             overlaps=overlaps, placements=("split", "colocated") if shares else ("split",),
@@ -199,8 +200,8 @@ def _work(options: Plan, config: Any) -> Work:
             f"--prompt-tokens is {prompt} and --completion-tokens {completion}; together they may be at most"
             f" GeneratorConfig.max_model_len, which is {room}"
         )
-    sampled = config.prompts_per_step * (group := getattr(config, "group_size", 1)) * completion
-    wanted = getattr(config, "tokens_per_step", 0)  # for which a step of `accumulate` samples up to 16 batches
+    sampled = config.prompts_per_step * (group := options_of(config).group_size) * completion
+    wanted = options_of(config).tokens_per_step  # for which a step of `accumulate` samples up to 16 batches
     batches = min(16, max(1, math.ceil(wanted / sampled)))
     return Work(
         num_prompts=batches * config.prompts_per_step,

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from rl.advantages import gae, gather_scored, kl_estimates, kl_from_generator, sampled_logprobs, scatter_scored
 from rl.configuration import Positive, UpToOne, configuration, holds
 from rl.images import join_tokens
-from rl.protocols import Generator, Problem, Prompt, Trainer
+from rl.protocols import Generator, Problem, ProblemOptions, Prompt, Trainer, given
 from rl.rollouts.episodes import rollout_to_datum, with_inputs
 from rl.rollouts.evaluation import Measurement
 from rl.rollouts.rendering import Renderer
@@ -101,7 +101,7 @@ class Objective:
         Raises ValueError for a problem without an answer, if that is the hint, and for the whole of a large vocabulary.
         """
         for problem in problems:
-            if self.hint == "answer" and getattr(problem, "answer", None) is None:
+            if self.hint == "answer" and given(ProblemOptions, problem).answer is None:
                 raise ValueError(
                     f"objective.hint is 'answer' and problem {problem.id!r} has no attribute `answer`; use 'peer'"
                 )
@@ -208,11 +208,11 @@ class Teachers:
             best = max(group.rollouts, key=lambda each: each.reward)
             hint = best.text if best.reward > rollout.reward else None
         else:
-            hint = getattr(problem, "answer", None)
+            hint = given(ProblemOptions, problem).answer
         if hint is None:
             return None
         prompt = with_hint(problem.prompt, self.objective.hint_text.replace("{hint}", str(hint)))
-        view = hinted(rollout, self.renderer.encode(prompt, getattr(problem, "tools", ())))
+        view = hinted(rollout, self.renderer.encode(prompt, given(ProblemOptions, problem).tools))
         size = sum(len(turn.prompt_tokens) + len(turn.completion.tokens) for turn in view.turns)
         return view if size <= (self.renderer.max_model_len or size) else None
 

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from pydantic import AfterValidator, NonNegativeInt, PositiveInt
 
 from rl.configuration import AsItIs, Positive, configuration, holds
-from rl.protocols import AroundProblem, Done, Episode, Problem, Prompt, Reply
+from rl.protocols import AroundProblem, Done, Episode, Problem, ProblemOptions, Prompt, Reply, given
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, Environment, call_environment, time_limit_of, waiting
 from rl.rollouts.rendering import prompt_text
 from rl.types import Answer
@@ -238,7 +238,7 @@ class JudgedProblem(AroundProblem):
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """The problem's tools, if it has any."""
-        return getattr(self.problem, "tools", ())
+        return given(ProblemOptions, self.problem).tools
 
     async def start(self) -> "JudgedEpisode":
         """Starts the environment's own episode."""

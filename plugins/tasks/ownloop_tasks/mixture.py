@@ -23,7 +23,7 @@ from pydantic import Strict
 
 from rl.configuration import NotNegative, Several, configuration
 from rl.data.rows import hashed_number
-from rl.protocols import AroundProblem, Done, Episode, Problem, Prompt, Reply, best_reward_of
+from rl.protocols import AroundProblem, Done, Episode, Problem, ProblemOptions, Prompt, Reply, best_reward_of, given
 from rl.rollouts.guard import Environment, time_limit_of
 
 _TAKEN = ("low", "high", "mean", "std")  # `reward_high` is a bound of the whole evaluation's reward
@@ -177,7 +177,8 @@ class _OfTask(AroundProblem):
         self, name: str, task: Task, problem: Problem, count: Callable[[str, float], None] | None = None
     ) -> None:
         self.id = f"{name}: {problem.id}"
-        self.best_reward: float = getattr(problem, "best_reward", best_reward_of(task.env))
+        own = given(ProblemOptions, problem)
+        self.best_reward = best_reward_of(task.env) if own.best_reward is None else own.best_reward
         self.prompt: Prompt = problem.prompt
         tools: Sequence[Mapping[str, Any]] | None = getattr(problem, "tools", None)
         if tools is not None:

@@ -30,7 +30,18 @@ from pydantic import Field, PositiveInt
 from ownloop_tasks.mcp_server import MCPServer, ServerLostError, Tool
 from rl.checks import are_parts, named_function
 from rl.configuration import Positive, Several, configuration
-from rl.protocols import AroundProblem, Done, Episode, Observation, Problem, Prompt, Reply, best_reward_of
+from rl.protocols import (
+    AroundProblem,
+    Done,
+    Episode,
+    Observation,
+    Problem,
+    ProblemOptions,
+    Prompt,
+    Reply,
+    best_reward_of,
+    given,
+)
 from rl.rollouts.guard import (
     Environment,
     EnvironmentFailedError,
@@ -165,7 +176,8 @@ class ToolProblem(AroundProblem):
     @property
     def best_reward(self) -> float:
         """The question's own, of a mixture's task, or the environment's."""
-        return getattr(self.problem, "best_reward", self.settings.best_reward)
+        own = given(ProblemOptions, self.problem).best_reward
+        return self.settings.best_reward if own is None else own
 
     async def start(self) -> "ToolEpisode":
         """Starts the environment's own episode."""

@@ -182,12 +182,7 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("run", "grpo_smolm2_cpu"), "error: recipe is 'grpo_smolm2_cpu', which is not known"),
-        (("run", "missing.py"), "error: there is no recipe file missing.py"),
-        (("run", str(RECIPE), "--num-step", "3"), "error: unknown option --num-step; did you mean '--num-steps'?"),
         (("run", str(RECIPE), "--optimizer.lr", "3"), "error: unknown option --optimizer.lr"),
-        (("run", str(RECIPE), "--num-steps", "x"), "error: --num-steps takes INT: "),
-        (("run", str(RECIPE), "--num-steps"), "error: --num-steps needs a value"),
         (("run", str(RECIPE), "--optimizer.learning-rate", "nan"), "error: Optimizer.learning_rate is nan; it must be"),
         (("run", str(RECIPE), "--optimizer.learning-rate=-1"), "error: Optimizer.learning_rate is -1.0; it must be"),
         (("run", str(RECIPE), "surplus"), "error: unexpected argument surplus"),
@@ -197,34 +192,22 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
         ),
         (("run", "grpo_smollm2_cpu", "--lora", "null"), "error: --lora is no option itself; see --lora.FIELD in"),
         (
-            ("run", "grpo_smollm2_cpu", "--loss-config", "[]"),
-            "error: --loss-config takes [STR FLOAT|STR ",
-        ),
-        (
             ("run", "grpo_smollm2_cpu", "--trainer.compile", "true"),
             "error: --trainer.compile takes no value; 'true' was",
         ),
         (("run", str(RECIPE), "--optimizer.learning-rate", "a"), "error: --optimizer.learning-rate takes FLOAT: "),
-        (("run", str(RECIPE), "--zzz", "3"), "error: unknown option --zzz; see --help"),
         (("run", "--num-steps", "3", str(RECIPE)), "error: --num-steps comes too early, or is not known: see"),
         (("chat", "--top-p", "3"), "error: --top-p comes too early, or is not known: see ownloop chat --help"),
         (("run",), "error: RECIPE is missing: a name that `ownloop list` shows, or"),
-        (("train",), "error: command is 'train', which is not known; known: "),
         (
             ("run", str(RECIPE), "--replay", "gone"),
             "error: --replay is for loops that sample rollouts; ToyConfig has no",
         ),
-        (("run", "grpo_smollm2_cpu", "--replay", "gone"), "error: the recording "),
         (
             ("run", "accumulate_smollm2_cpu", "--replay", "gone"),
             "error: the recording ",
         ),
-        (
-            ("run", "grpo_async_smollm2_cpu", "--max-staleness", "-1"),
-            "error: GRPOAsyncConfig.max_staleness is -1: ",
-        ),
         (("export", "a", "--to", "b"), "error: there is no run a: neither a nor runs/a holds a config.json"),
-        (("list", "--all"), "error: unknown option --all; see --help"),
         (("chat", "smollm2"), "error: model 'smollm2' is neither a local directory nor a known name"),
     ],
 )
