@@ -43,5 +43,5 @@ def test_the_chosen_steps_are_recorded(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("steps", ["3", "5:3", "0:2"])
 def test_steps_have_the_form_first_last(steps: str) -> None:
-    with pytest.raises(ValueError, match=rf"TrainerConfig.profile_steps is '{steps}'; it must be FIRST:LAST, as 3:5"):
+    with pytest.raises(ValueError, match=rf"TrainerConfig.profile_steps is '{steps}'"):
         TrainerConfig(profile_steps=steps)
