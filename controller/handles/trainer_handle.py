@@ -16,13 +16,11 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from controller.handles.colocated import SharedGPUs
 from controller.handles.version_records import VersionRecords
 from controller.processes.mesh import Mesh
 from controller.processes.place import FilesHere, Place, RunFiles, gpu_env
-from rl.data.batching import BatchPlan, checked_data, merge_metrics, plan_batch, validate_batch
+from rl.data.batching import BatchPlan, checked_data, merge_metrics, plain_datum, plan_batch, validate_batch
 from rl.lora import LoRAConfig, check_adapter_name
 from rl.losses import Loss, get_loss
 from rl.protocols import Trainer
@@ -336,7 +334,7 @@ class TrainerHandle:
                     share_prefixes=self.share_prefixes,
                 )
             )
-            local_batches = plans[0].split([_plain(datum) for datum in ready])
+            local_batches = plans[0].split([plain_datum(datum) for datum in ready])
             return [(self.policy, local_batches[index], option) for index in self._data_parallel_ranks()]
 
         outputs = await self.mesh.call(verb, arguments, size=lambda: sum(len(datum.tokens) for datum in batch))
@@ -403,21 +401,6 @@ class TrainerHandle:
         if self.policy is None:
             raise ValueError(f"{verb}: this is the trainer of the model itself; only an adapter has this call")
         return self.policy
-
-
-def _plain(datum: Datum) -> Datum:
-    """The datum without types of the user's, which one rank might not know while the others compute."""
-    arrays = (datum.tokens, *datum.loss_inputs.values())
-    if type(datum) is Datum and type(datum.loss_inputs) is dict and all(type(each) is np.ndarray for each in arrays):
-        return datum
-    inputs = {str(name): np.asarray(array) for name, array in datum.loss_inputs.items()}
-    return replace(
-        Datum(tokens=np.asarray(datum.tokens), loss_inputs=inputs),
-        temperature=float(datum.temperature),
-        kept=datum.kept,
-        routes=datum.routes,
-        images=datum.images,
-    )
 
 
 async def _traits(mesh: Mesh) -> tuple[bool, float]:

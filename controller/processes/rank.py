@@ -41,7 +41,7 @@ class Answering(Actor):
 
     @endpoint
     async def open_port(self, port: Port[Any]) -> None:
-        """Answers go through `port` from now on. Raises the error of a constructor that failed."""
+        """Answers go through `port` from now on."""
         self._port = port
 
     @endpoint(explicit_response_port=True)

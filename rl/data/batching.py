@@ -5,7 +5,7 @@ Also checks a batch before it is sent, and merges metrics of its parts. Pure fun
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -228,6 +228,21 @@ def _check_token_ids(field: str, array: NDArray[np.int64], vocab_size: int) -> N
     if len(outside):
         first = int(outside[0])
         raise ValueError(f"{field}[{first}] is {array[first]}; token ids are between 0 and {vocab_size - 1}")
+
+
+def plain_datum(datum: Datum) -> Datum:
+    """The datum without types of the user's, which one rank might not know while the others compute."""
+    arrays = (datum.tokens, *datum.loss_inputs.values())
+    if type(datum) is Datum and type(datum.loss_inputs) is dict and all(type(each) is np.ndarray for each in arrays):
+        return datum
+    inputs = {str(name): np.asarray(array) for name, array in datum.loss_inputs.items()}
+    return replace(
+        Datum(tokens=np.asarray(datum.tokens), loss_inputs=inputs),
+        temperature=float(datum.temperature),
+        kept=datum.kept,
+        routes=datum.routes,
+        images=datum.images,
+    )
 
 
 def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

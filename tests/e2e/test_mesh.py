@@ -79,13 +79,6 @@ def test_ranks_answer_log_and_end(tmp_path: Path) -> None:
             await mesh.call("complain", [None, (3,)])
         assert "toy_actor.py" in "".join(caught.value.__notes__)
         assert (await mesh.call("add", [None, (1,)]))[0] == 6
-        dozing, blocking = (asyncio.create_task(mesh.call(*each)) for each in (("doze", [(0.3,)]), ("hang", [(0.1,)])))
-        await asyncio.sleep(0)
-        assert await mesh.call("add", [(2,)]) == [7]  # after the call that blocks, before the one that dozes
-        assert (blocking.done(), dozing.done()) == (True, False)
-        with pytest.raises(RuntimeError, match="TwoPartError: this and that"):
-            await mesh.call("complain_in_two_parts", [()])
-        assert await dozing == [0.3]
 
     pids = _with_mesh(tmp_path, body, num_ranks=2)
     assert len(set(pids)) == 2
