@@ -149,9 +149,8 @@ class Mesh(Calls):
         `env` is set before a process imports anything; torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
         MASTER_PORT are set before the actor is constructed. A process's output goes to `<log_dir>/<name>-<rank>.log`.
         On other hosts the log is a copy, at most a second old. Reports of deaths go to `<log_dir>/controller.log`. If
-        the actor's constructor raises, all calls raise a `MeshError` that has its exception in words. Raises
-        `MeshError` if a process does not start, and ValueError for a TMPDIR or a limit of open files under which none
-        can.
+        the actor's constructor raises, all calls raise a `MeshError` with its exception in words. Raises `MeshError` if
+        a process does not start, and ValueError for a TMPDIR or a limit of open files under which none can.
         """
         check_no_fork(launches=True)
         check_temporary_folder()
