@@ -15,7 +15,7 @@ pytestmark = pytest.mark.e2e
 
 LENGTHS = (3, 17, 5, 40)
 MOST_FILES = 5
-MOST_CALLS = 110
+MOST_CALLS = 80
 
 
 @pytest.fixture(scope="module")
