@@ -13,10 +13,9 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt
 
-from rl.checks import MAX_FLOAT32
-from rl.configuration import NotNegative, configuration
+from rl.configuration import NotNegative, Positive, configuration
 from rl.images import PlacedImage
 from rl.sampling import Ids, KeptSets, Routes, SamplingParams
 
@@ -304,6 +303,12 @@ class Datum:
         return replace(self, loss_inputs={**self.loss_inputs, "weights": weights})
 
 
+def _check_eps(value: float) -> float:
+    if value < REPORTED_WEIGHT:
+        raise ValueError("Input should be above 0 in float32")
+    return value
+
+
 @configuration
 class AdamParams:
     """All hyper-parameters of one AdamW step. The trainer keeps none of them from step to step."""
@@ -313,7 +318,7 @@ class AdamParams:
     """Decay of the running mean of the gradient."""
     beta2: Decay = 0.95
     """Decay of the running mean of the squared gradient."""
-    eps: Annotated[float, Field(ge=REPORTED_WEIGHT, le=MAX_FLOAT32)] = 1e-8
+    eps: Annotated[Positive, AfterValidator(_check_eps)] = 1e-8
     """Added to the square root of that mean. A smaller one would be rounded to 0, by which 0 is then divided."""
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay (https://arxiv.org/abs/1711.05101)."""

@@ -229,7 +229,7 @@ def override(config: Any, options: Sequence[str], program: str, description: str
     if any(option.replace("_", "-").startswith("--lora-learning-rate") for option in options) and not asks_help:
         raise ValueError("--lora-learning-rate is a recipe's --learning-rate for adapters; give --learning-rate")
     config = _with_optional_parts(config, options, asks_help=asks_help)
-    known, registry = option_names(config), _registry()
+    known, registry = all_options(config), _registry()
     if asks_help:
         config = with_hidden_secrets(config)
         _leave_out_rare_fields(registry)
@@ -255,6 +255,11 @@ def _with_optional_parts(config: Any, options: Sequence[str], prefix: str = "--"
         elif named and dataclasses.is_dataclass(value):
             parts[field.name] = _with_optional_parts(value, options, name)
     return dataclasses.replace(config, **parts) if parts else config
+
+
+def all_options(config: Any) -> list[str]:
+    """Every option of a configuration, also of the parts that it does not have yet."""
+    return option_names(_with_optional_parts(config, (), asks_help=True))
 
 
 def option_names(config: Any, prefix: str = "--") -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from controller.commands.command_line import COMMANDS, CommandEndedError, parse_command
-from controller.commands.recipes import configuration, recipe_files
+from controller.commands.recipes import all_options, configuration, recipe_files
 from rl.system.plugins import named_by
 from tests.docs.commands import needs_more
 from tests.docs.pages import PAGES, ROOT
@@ -22,10 +22,10 @@ _OPTION = re.compile(r"--[a-z][\w.-]*\w")
 
 @cache
 def options() -> frozenset[str]:
-    """Every option that the help of a command or a recipe shows."""
+    """Every option that the help of a command shows, and every field of a recipe."""
     parts = named_by("commands")
     texts = [_help(parse_command, [name, "--help"]) for name in (*COMMANDS, *parts) if name != "serve"]
-    texts += [_help(configuration, recipe, ["--help"], "run") for recipe in recipe_files()]
+    texts += [" ".join(all_options(configuration(recipe, (), "run"))) for recipe in recipe_files()]
     if "serve" in parts:
         served: Any = importlib.import_module(type(parse_command(["serve"])).__module__)
         texts.append(_help(served.configuration, ["--help"]))

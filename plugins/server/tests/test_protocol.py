@@ -172,7 +172,7 @@ def test_a_batch_that_cannot_be_computed_is_the_users_mistake(
 def test_a_step_with_a_number_that_is_none_is_refused_by_name(server: RunningServer, name: str, value: float) -> None:
     training: Any = new_client(server)
     text = (
-        f"{name} is -1.0; it must be"
+        f"{name} is -1.0: Input should be"
         if value < 0
         else f"{name}: Input should be a valid number, and is null, as the SDK sends NaN and infinity"
     )
