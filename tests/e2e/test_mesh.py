@@ -287,10 +287,15 @@ def test_the_longest_tmpdir_and_an_odd_script_folder_will_do(tmp_path: Path) -> 
 
 def test_a_process_that_dies_is_named_with_its_log(tmp_path: Path) -> None:
     async def body(mesh: Mesh) -> None:
-        with pytest.raises(MeshError, match=r"(?s)toy: rank 0 \(process \d+\) died in die: .*toy-0\.log") as caught:
+        dozing = asyncio.create_task(mesh.call("doze", [(600,)]))
+        await asyncio.sleep(0.1)
+        with pytest.raises(MeshError, match=r"(?s)toy: rank 0 \(process \d+\) died in \w+: .*toy-0\.log") as caught:
             await mesh.call("die", [()])
         assert "says hello" in str(caught.value)
-        assert (caught.value.mesh, caught.value.rank, caught.value.verb) == ("toy", 0, "die")
+        assert (caught.value.mesh, caught.value.rank) == ("toy", 0)
+        for other in (dozing, mesh.call("add", [(1,)])):
+            with pytest.raises(MeshError, match=r"toy: rank 0 \(process \d+\) died in"):
+                await other
 
     _with_mesh(tmp_path, body)
 

@@ -196,17 +196,3 @@ def test_an_actor_that_cannot_be_made_says_why(tmp_path: Path) -> None:
                     await mesh.call("add", [(1,)])
 
     asyncio.run(main())
-
-
-def test_a_death_ends_the_calls_under_way_and_all_later_ones(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with toy(tmp_path, TOY_GREETING="hello") as mesh:
-            dozing = ask(mesh, "doze", 600)
-            await asyncio.sleep(0.1)
-            for verb in ("die", "add"):
-                with pytest.raises(MeshError, match=r"toy: rank 0 \(process \d+\) died in"):
-                    await ask(mesh, verb)
-            with pytest.raises(MeshError, match=r"toy: rank 0 \(process \d+\) died in"):
-                await dozing
-
-    asyncio.run(main())
