@@ -9,33 +9,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from pydantic import PositiveInt
+
 from ownloop_agents.sessions import EndedBy, ModelCall
 from ownloop_agents.splicing import EarlierCall
-from rl.checks import check_above_zero, check_at_least
+from rl.configuration import configuration
 from rl.types import SamplingParams
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class SessionLimits:
     """What one session may use. A request beyond it is refused with status 400, which no SDK repeats."""
 
-    max_calls: int = 64
+    max_calls: PositiveInt = 64
     """Requests that are answered."""
-    max_sampled_tokens: int = 32_768
+    max_sampled_tokens: PositiveInt = 32_768
     """Tokens of all answers. Of parallel answers each may use what is left."""
-    max_parallel: int = 16
+    max_parallel: PositiveInt = 16
     """Requests that are answered at the same time. Others wait."""
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: PositiveInt = 32 << 20
     """Size of one request."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError naming the field, the value and what is accepted."""
-        check_at_least(
-            1, max_calls=self.max_calls, max_sampled_tokens=self.max_sampled_tokens, max_parallel=self.max_parallel
-        )
-        check_above_zero(max_body_bytes=self.max_body_bytes)
 
 
 class SessionEndedError(Exception):

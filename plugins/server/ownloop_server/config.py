@@ -4,32 +4,33 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from generator.config import GeneratorConfig
 from generator.openai_calls import OpenAICall
-from rl.checks import check_above_zero, check_at_least
+from rl.configuration import AnyPath, Positive, Several, configuration
 from trainer.config import TrainerConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class Limits:
     """What a server accepts, for each user."""
 
-    body_mb: int = 64
+    body_mb: PositiveInt = 64
     """The largest request, in MiB."""
-    batch_datums: int = 16384
+    batch_datums: PositiveInt = 16384
     """Most datums of one `forward_backward` request. The SDK sends a larger batch as several requests."""
-    batch_tokens: int = 2**22
+    batch_tokens: PositiveInt = 2**22
     """Most tokens of one `forward_backward` request."""
-    requests_per_s: float = 2000.0
+    requests_per_s: Positive = 2000.0
     """Requests per second; the requests of two seconds may come at once."""
-    image_folder: Path | None = None
+    image_folder: AnyPath | None = None
     """Files below this folder may be named by an asset pointer to an image. Without it, a pointer is a data URL."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        check_at_least(1, body_mb=self.body_mb, batch_datums=self.batch_datums, batch_tokens=self.batch_tokens)
-        check_above_zero(requests_per_s=self.requests_per_s)
         if self.image_folder is not None and not self.image_folder.is_dir():
             raise ValueError(f"image_folder is {self.image_folder}; it must be a folder that exists")
 
@@ -39,44 +40,44 @@ class Limits:
         return self.body_mb * 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class ServeConfig:
     """A server of models whose adapters clients train and sample from."""
 
-    model: tuple[str, ...] = ()
+    model: Several[str] = ()
     """A base model: a directory, a name of `ownloop model`, or ORG/NAME on the Hugging Face Hub. May be given several
     times; each has a trainer and a generator of its own."""
-    names: tuple[str, ...] = ()
+    names: Several[str] = ()
     """Further names by which clients may ask for the model, for scripts that name another one. With several models:
     NAME=MODEL."""
     host: str = "127.0.0.1"
     """The address to listen at. At an address that other hosts reach, every client needs a key of `ownloop key`."""
-    port: int = 8000
+    port: Annotated[int, Field(ge=0, lt=65536)] = 8000
     """The port to listen at; 0 takes any free one."""
-    folder: Path = Path("gateway")
+    folder: AnyPath = Path("gateway")
     """Where checkpoints, the database and logs are kept."""
-    tls_certificate: Path | None = None
+    tls_certificate: AnyPath | None = None
     """A file with the certificate, and its chain, to serve https with."""
-    tls_key: Path | None = None
+    tls_key: AnyPath | None = None
     """The file of the certificate's private key."""
     limits: Limits = field(default_factory=Limits)
     """What requests may ask for."""
-    tool_parser: tuple[str, ...] = ()
+    tool_parser: Several[str] = ()
     """For OpenAI's endpoints: vLLM's parser that finds tool calls in a completion, such as hermes. With several models,
     MODEL=PARSER chooses it for one of them."""
-    reasoning_parser: tuple[str, ...] = ()
+    reasoning_parser: Several[str] = ()
     """For OpenAI's endpoints: vLLM's parser that separates reasoning and answer, such as qwen3. With several models,
     MODEL=PARSER chooses it for one of them."""
-    max_rank: int = 32
+    max_rank: PositiveInt = 32
     """The highest rank of an adapter. All adapters cost the generator as much memory as one of this rank."""
-    full: int = 0
+    full: NonNegativeInt = 0
     """Clients that may train all weights (`rank=0`) at the same time. Each starts a trainer and a generator of its own,
     which need as much memory again."""
-    max_snapshots: int = 24
+    max_snapshots: PositiveInt = 24
     """Versions of adapters that the generator keeps for sampling clients."""
-    max_restarts: int = 3
+    max_restarts: NonNegativeInt = 3
     """Most times within `restart_window_minutes` that a trainer which dies is started again."""
-    restart_window_minutes: float = 60.0
+    restart_window_minutes: Positive = 60.0
     """The time in which `max_restarts` are counted."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The trainer; its `model` and `lora` are set by the server."""
@@ -85,11 +86,6 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        check_at_least(1, max_rank=self.max_rank, max_snapshots=self.max_snapshots)
-        check_at_least(0, max_restarts=self.max_restarts, full=self.full)
-        check_above_zero(restart_window_minutes=self.restart_window_minutes)
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"ServeConfig.port is {self.port}; it must be from 0 to 65535")
         if not is_address(self.host):
             raise ValueError(
                 f"ServeConfig.host is {self.host!r}; it must be an address of this host, such as 127.0.0.1, or 0.0.0.0 "

@@ -22,7 +22,7 @@ from ownloop_server.serving import held
         (["--model", "x", "--host", "evil.example"], "must be an address of this host"),
         (["--model", "x", "--tls-key", "k.pem"], "tls_certificate is not"),
         (["--model", "x", "--limits.body-mb", "0"], "body_mb is 0"),
-        (["--model", "x", "--port", "70000"], "must be from 0 to 65535"),
+        (["--model", "x", "--port", "70000"], "ServeConfig.port is 70000"),
         (["--model", "x", "--max-rank", "0"], "max_rank is 0"),
         (
             ["--model", "x", "--trainer.placement", "colocated", "--generator.placement", "colocated"],
