@@ -24,8 +24,7 @@ from rl.system.hardware import cpu_dtype, cpu_thread_env
 from rl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:  # they load torch, Monarch and vLLM
-    from controller.handles.generator_handle import GeneratorHandle
-    from controller.handles.version_records import VersionRecords
+    from controller.handles.generator_handle import GeneratorHandle, VersionRecords
     from controller.processes.mesh import Mesh
 
 PROMPT_TOKENS = 48
@@ -146,9 +145,8 @@ async def processes(model: Path, num_streams: int, threads: int, dtype: Any) -> 
 
     from benchmarks.generator_actors import TimedGenerator
     from benchmarks.weight_actors import TrainerRank
-    from controller.handles.generator_handle import GeneratorHandle
+    from controller.handles.generator_handle import GeneratorHandle, VersionRecords
     from controller.handles.store import WeightStore
-    from controller.handles.version_records import VersionRecords
     from controller.processes.mesh import Mesh
     from generator.config import GeneratorConfig
     from generator.options import generator_env

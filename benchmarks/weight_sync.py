@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Literal
 from benchmarks.harness import Bar, benchmark_model, parser, print_result
 
 if TYPE_CHECKING:  # they load torch, Monarch and vLLM
-    from controller.handles.generator_handle import GeneratorHandle
+    from controller.handles.generator_handle import GeneratorHandle, VersionRecords
     from controller.handles.store import WeightStore
-    from controller.handles.version_records import VersionRecords
     from controller.processes.mesh import Mesh
 
 MAX_COPIES = {"plain": 4, "packed": 6}
@@ -161,9 +160,8 @@ async def meshes(
 
     from benchmarks.generator_actors import PackingGenerator
     from benchmarks.weight_actors import TrainerRank
-    from controller.handles.generator_handle import GeneratorHandle
+    from controller.handles.generator_handle import GeneratorHandle, VersionRecords
     from controller.handles.store import WeightStore
-    from controller.handles.version_records import VersionRecords
     from controller.processes.mesh import Mesh
     from generator.config import GeneratorConfig
     from generator.options import generator_env

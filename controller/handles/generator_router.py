@@ -14,9 +14,10 @@ Errors tell the router what happened: a `MeshError` means that the replica died 
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Hashable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import wraps
+from types import CoroutineType
 from typing import Any, ParamSpec, TypedDict, get_args
 
 from controller.handles.adapters import BoundGenerator
@@ -47,13 +48,13 @@ class PullOptions(TypedDict):
     keep_prefix_cache: bool
 
 
-def shielded(method: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, Coroutine[Any, Any, None]]:
+def shielded(method: Callable[P, Awaitable[None]]) -> Callable[P, CoroutineType[Any, Any, None]]:
     """A method whose call is brought to its end when its caller is cancelled."""
-    running: set[asyncio.Task[None]] = set()  # asyncio itself keeps no task alive
+    running: set[asyncio.Future[None]] = set()  # asyncio itself keeps no task alive
 
     @wraps(method)
     async def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        task = asyncio.create_task(method(*args, **kwargs))
+        task = asyncio.ensure_future(method(*args, **kwargs))
         running.add(task)
         task.add_done_callback(running.discard)
         await asyncio.shield(task)

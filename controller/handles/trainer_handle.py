@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from controller.handles.colocated import SharedGPUs
-from controller.handles.version_records import VersionRecords
+from controller.handles.generator_handle import VersionRecords
 from controller.processes.mesh import Mesh
 from controller.processes.place import FilesHere, Place, RunFiles, gpu_env
 from rl.data.batching import BatchPlan, checked_data, merge_metrics, plain_datum, plan_batch, validate_batch

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from controller.handles.adapters import POLICY, BoundGenerator, check_lora, check_same_base
 from controller.handles.colocated import SharedGPUs, Side
+from controller.handles.generator_handle import VersionRecords
 from controller.handles.offline import OfflineGeneratorConfig, offline_generator
 from controller.handles.replicas import Stoppable
-from controller.handles.version_records import VersionRecords
 from controller.launching.assignments import Assignment, Assignments
 from controller.launching.hosts import Hosts
 from generator.config import GeneratorConfig

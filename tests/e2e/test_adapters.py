@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from controller.handles.generator_handle import GeneratorHandle
-from controller.handles.version_records import VersionRecords
+from controller.handles.generator_handle import GeneratorHandle, VersionRecords
 from generator.config import GeneratorConfig, LoRALimits
 from rl.lora import Policy
 from rl.types import Completion, SamplingParams

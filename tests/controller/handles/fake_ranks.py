@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from controller.handles.generator_handle import VersionRecords
 from controller.handles.trainer_handle import TrainerHandle
-from controller.handles.version_records import VersionRecords
 from controller.processes.mesh import Mesh
 from controller.processes.rank_processes import RankProcesses
 from rl.tiny_models import tiny_llama

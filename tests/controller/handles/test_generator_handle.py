@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from controller.handles.generator_handle import GeneratorHandle
-from controller.handles.version_records import VersionRecords
+from controller.handles.generator_handle import GeneratorHandle, VersionRecords
 from controller.processes.errors import DeadlineError, MeshError, RequestTimeoutError
 from controller.processes.mesh import Mesh
 from controller.processes.rank_processes import RankProcesses

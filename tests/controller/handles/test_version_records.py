@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from controller.handles.generator_handle import GeneratorHandle
+from controller.handles.generator_handle import GeneratorHandle, VersionRecords
 from controller.handles.trainer_handle import TrainerHandle
-from controller.handles.version_records import VersionRecords
 from controller.processes.mesh import Mesh
 from controller.processes.rank_processes import RankProcesses
 from generator.config import GeneratorConfig
