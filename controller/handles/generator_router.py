@@ -48,7 +48,7 @@ class PullOptions(TypedDict):
     keep_prefix_cache: bool
 
 
-def shielded(method: Callable[P, Awaitable[None]]) -> Callable[P, CoroutineType[Any, Any, None]]:
+def shielded(method: Callable[P, Awaitable[None]]) -> "Callable[P, CoroutineType[Any, Any, None]]":
     """A method whose call is brought to its end when its caller is cancelled."""
     running: set[asyncio.Future[None]] = set()  # asyncio itself keeps no task alive
 
