@@ -21,9 +21,11 @@ _LONG: Mapping[str, Any] = {
         "original_max_position_embeddings": 128,
     },
 }
+_WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS: Mapping[str, tuple[str, Callable[[Path], Path]]] = {
     **{row.name: (row.architecture, partial(tiny_dense, row.name, **SERVABLE)) for row in DENSE},
     "mistral": ("MistralForCausalLM", partial(tiny_dense, "mistral", **SERVABLE, sliding_window=8)),
+    "exaone4-32b": ("Exaone4ForCausalLM", partial(tiny_dense, "exaone4", **SERVABLE, **_WINDOWS)),
     "phi4-mini": ("Phi3ForCausalLM", partial(tiny_dense, "phi3", **SERVABLE, **_LONG)),
 }
 """Name -> the architecture, and a function that writes a float32 checkpoint with heads that vLLM's CPU kernels know."""

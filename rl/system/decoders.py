@@ -46,6 +46,8 @@ class DenseFamily:
     """Whether norms follow attention and the feed-forward network, instead of coming before them."""
     rotates: Literal["halves", "neighbours"] = "halves"
     """Which dimensions rotary embeddings pair."""
+    stretches_base: bool = False
+    """Whether rotary embeddings of the type "dynamic" have a fixed base, the stated one times a power of `alpha`."""
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     """torchtitan's name of a module of a layer -> its name in checkpoints, where that is not Llama's."""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -65,6 +67,28 @@ _WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_atte
 _WITH_BIASES = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}
 DENSE: tuple[DenseFamily, ...] = (
     DenseFamily(
+        name="ernie4_5",
+        architecture="Ernie4_5ForCausalLM",
+        model_type="ernie4_5",
+        built_as="ernie4_5",
+        rotates="neighbours",
+        defaults={"head_dim": 128},
+        accepted={"use_bias": False},
+        agreed={**_HEADS, "use_bias": False},
+    ),
+    DenseFamily(
+        name="exaone4",
+        architecture="Exaone4ForCausalLM",
+        model_type="exaone4",
+        built_as="exaone4",
+        qk_norm="before",
+        norms_after=True,
+        names={"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"},
+        accepted={"sliding_window": None},  # the larger models have windows, and full attention without positions
+        agreed=_HEADS,
+        tiny={"sliding_window": None, "layer_types": ["full_attention", "full_attention"]},
+    ),
+    DenseFamily(
         name="gemma2",
         architecture="Gemma2ForCausalLM",
         model_type="gemma2",
@@ -82,6 +106,7 @@ DENSE: tuple[DenseFamily, ...] = (
         agreed={"use_bidirectional_attention": False},
         tiny={**_WINDOWS, "query_pre_attn_scalar": 24},
     ),
+    DenseFamily(name="glm4", architecture="Glm4ForCausalLM", model_type="glm4", tied=False),
     DenseFamily(
         name="granite",
         architecture="GraniteForCausalLM",
@@ -93,6 +118,17 @@ DENSE: tuple[DenseFamily, ...] = (
             "logits_scaling": 2.0,
         },
     ),
+    DenseFamily(
+        name="hunyuan",
+        architecture="HunYuanDenseV1ForCausalLM",
+        model_type="hunyuan_v1_dense",
+        built_as="hunyuan",
+        qk_norm="after",
+        names={"attention.q_norm": "self_attn.query_layernorm", "attention.k_norm": "self_attn.key_layernorm"},
+        stretches_base=True,
+        agreed=_HEADS,
+        tiny={"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}},
+    ),
     DenseFamily(name="llama", architecture="LlamaForCausalLM", model_type="llama", built_as="llama", agreed=_HEADS),
     DenseFamily(
         name="mistral",
@@ -103,6 +139,7 @@ DENSE: tuple[DenseFamily, ...] = (
         agreed=_HEADS,
         tiny={"sliding_window": None},
     ),
+    DenseFamily(name="olmo2", architecture="Olmo2ForCausalLM", model_type="olmo2", tied=False),
     DenseFamily(
         name="olmo3",
         architecture="Olmo3ForCausalLM",
@@ -349,7 +386,7 @@ def parse_dense(config: Mapping[str, Any]) -> DecoderConfig:
         )
     sizes = read_sizes({**config, **{key: value for key, value in row.defaults.items() if config.get(key) is None}})
     refuse_options(config, {**_ACCEPTED, **row.accepted})
-    rope_theta, rope_scaling = _read_rope(config)
+    rope_theta, rope_scaling = _read_rope(config, row, sizes["head_dim"])
     return DecoderConfig(family=row.built_as, **sizes, rope_theta=rope_theta, rope_scaling=rope_scaling, moe=None)
 
 
@@ -406,7 +443,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _read_rope(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
+def _read_rope(config: Mapping[str, Any], row: DenseFamily, head_dim: int) -> tuple[float, Llama3RopeScaling | None]:
     rope = rope_parameters(config)
     theta = float(rope.get("rope_theta", 10000.0))
     rope_type = rope.get("rope_type", "default")
@@ -415,6 +452,8 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | No
         raise ValueError(f"config.json: partial_rotary_factor is {part!r}; only 1.0 is supported")
     if rope_type == "default":
         return theta, None
+    if rope_type == "dynamic" and row.stretches_base and rope.get("alpha"):
+        return theta * float(rope["alpha"]) ** (head_dim / (head_dim - 2)), None
     if rope_type == "llama3":
         fields = [each.name for each in dataclasses.fields(Llama3RopeScaling)]
         if lacking := [name for name in fields if not isinstance(rope.get(name), int | float)]:

@@ -59,7 +59,7 @@ def assert_logprobs_are_the_trainers(model: Path, build_engine: EngineFactory, m
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "olmo2"])  # of which vLLM has no code of its own
+@pytest.mark.parametrize("name", MODELS)
 def test_a_pulled_step_has_the_trainers_logprobs(
     tmp_path: Path, build_engine: EngineFactory, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

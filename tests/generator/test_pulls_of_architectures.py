@@ -19,7 +19,7 @@ from trainer.push import WeightPublisher
 
 pytestmark = pytest.mark.vllm
 
-WITH_CODE_OF_TRANSFORMERS = ("olmo3", "seed_oss", "smollm3")
+WITH_CODE_OF_TRANSFORMERS = ("hunyuan", "olmo2", "olmo3", "seed_oss", "smollm3")
 SCORED = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True)
 
 

@@ -21,6 +21,7 @@ from trainer.engines.contract.reference import by_stored_name, require_equal
 
 pytestmark = pytest.mark.ranks
 
+OTHER_FAMILIES = ("ernie4_5", "exaone4", "hunyuan")
 INTERLEAVED = {"pipeline_schedule": "Interleaved1F1B"}
 MEGATRON = {"engine": "megatron"}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -35,6 +36,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2_tp2_untied": {"context_parallel": 2, "tensor_parallel": 2},
     "hsdp2x2_untied": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
     "tp2_biased": {"tensor_parallel": 2},
+    "tp2_ernie4_5": {"tensor_parallel": 2},
+    "tp2_exaone4": {"tensor_parallel": 2},
+    "cp2_tp2_hunyuan": {"context_parallel": 2, "tensor_parallel": 2},
     "pp2_fsdp2_biased": {"pipeline_parallel": 2, "data_parallel_shard": 2},
     "transformers_fsdp2_tied": {"engine": "fsdp2", "data_parallel_shard": 2, "activation_checkpointing": "full"},
     "fsdp1_tied": {"engine": "fsdp1", "data_parallel_shard": 2, "activation_checkpointing": "full"},
@@ -117,6 +121,9 @@ SLOW = {
     "hsdp2x2_untied",
     "pp2_fsdp2_untied",
     "tp2_biased",
+    "tp2_ernie4_5",
+    "tp2_exaone4",
+    "cp2_tp2_hunyuan",
     "pp2_fsdp2_biased",
     "fsdp2_tp2_untied",
     "fsdp2_tp2_ep2_moe",
@@ -177,6 +184,9 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         model = tiny_dense("qwen2", directory / "model", tied=False)
     elif request.param.endswith("_moe"):
         model = tiny_qwen3_moe(directory / "model")
+    elif request.param.endswith(OTHER_FAMILIES):
+        name = next(each for each in OTHER_FAMILIES if request.param.endswith(each))
+        model = tiny_dense(name, directory / "model", head_dim=16)
     else:
         model = tiny_qwen3(
             directory / "model", tied=False, num_hidden_layers=4 if request.param.endswith("_layers") else 2

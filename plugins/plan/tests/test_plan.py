@@ -21,7 +21,8 @@ from ownloop_plan.times import Work, operations, step_time
 from plugins.plan.tests.planned_models import QWEN3, size_of, write_qwen3, write_qwen3_5
 from rl.data.packing import ModelFlops, pack_row
 from rl.lora import LoRAConfig
-from rl.tiny_models import random_batch, tiny_dense, tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from rl.system.decoders import DENSE
+from rl.tiny_models import SERVABLE, random_batch, tiny_dense, tiny_qwen3, tiny_qwen3_moe
 from tests.architectures import MODELS
 from trainer.config import TrainerConfig
 
@@ -53,13 +54,12 @@ MEASURED_QWEN3_5 = (
 
 
 TENSOR_AND_EXPERTS = TrainerConfig(tensor_parallel=2, expert_parallel=2)
+DENSE_MODELS = [partial(tiny_dense, row.name, **SERVABLE) for row in DENSE if row.built_as]
 FAMILIES = [TINY_FAMILIES[name][1] for name in ("gpt_oss", "glm4_moe", "deepseek_v3")]
 HYBRIDS = [TINY_FAMILIES[name][1] for name in ("qwen3_5", "qwen3_5_moe")]
 
 
-@pytest.mark.parametrize(
-    "make", [tiny_llama, partial(tiny_dense, "qwen2"), tiny_qwen3, tiny_qwen3_moe, *FAMILIES, *HYBRIDS]
-)
+@pytest.mark.parametrize("make", [*DENSE_MODELS, tiny_qwen3_moe, *FAMILIES, *HYBRIDS])
 def test_parameters_are_those_of_transformers(tmp_path: Path, make: Any) -> None:
     folder = make(tmp_path / "model")
     with torch.device("meta"):

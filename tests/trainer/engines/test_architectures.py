@@ -22,6 +22,11 @@ def test_logprobs_gradients_and_names_are_those_of_transformers(tmp_path: Path, 
     assert_as_transformers(MODELS[name][1](tmp_path / "model"), "fsdp2")
 
 
+@pytest.mark.parametrize("name", ["ernie4_5", "exaone4", "hunyuan"])
+def test_torchtitan_computes_what_transformers_does(tmp_path: Path, name: str) -> None:
+    assert_as_transformers(MODELS[name][1](tmp_path / "model"), "torchtitan")
+
+
 @pytest.fixture
 def unproven(tmp_path: Path) -> Path:
     config = StableLmConfig(num_key_value_heads=2, tie_word_embeddings=False, **TINY_SHAPE)
