@@ -5,11 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from vllm.reasoning import ReasoningParserManager
 from vllm.v1.outputs import SamplingMaskLists
-
-REASONER = "ownloop_reasoner"
-"""The key of a request's `extra_args` for name and options of the parser that knows where its reasoning ends."""
 
 
 def patch_masks() -> None:
@@ -25,23 +21,6 @@ def patch_masks() -> None:
 
 def _in_one(self: SamplingMaskLists) -> list[Any]:
     return [self]
-
-
-def patch_reasoners(engine: Any) -> None:
-    """Has a form that a request asks for hold behind its reasoning, by the request's own parser (`REASONER`).
-
-    vLLM knows one parser, which it must be given at the start; here every endpoint over an engine has its own.
-    """
-    manager = engine.engine_core.engine_core.structured_output_manager
-
-    def find(request: Any) -> Any:
-        structured = request.structured_output_request
-        name, options = (request.sampling_params.extra_args or {}).get(REASONER) or ("", {})
-        if structured.reasoner is None and name:
-            structured.reasoner = ReasoningParserManager.get_reasoning_parser(name)(manager.tokenizer, **options)
-        return structured.reasoner
-
-    manager._get_reasoner = find
 
 
 def patch_prompt_logprobs(runner: Any) -> None:

@@ -30,7 +30,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.stats import PrefixCacheStats
 
-from generator._compat import patch_masks, patch_reasoners
+from generator._compat import patch_masks
 from generator.config import GeneratorConfig, check_length
 from generator.conversion import ServedPolicy, bounded, to_completions, to_vllm
 from generator.cpu.patches import patch_cpu
@@ -243,7 +243,6 @@ class GenerationEngine:
             if (family := find_family(config)) is not None and family.patch_cpu:
                 resolve_name(family.patch_cpu)()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_options(self._config)))
-        patch_reasoners(self._engine)
         if current_platform.is_cpu():
             return_kept_sets(self._engine)
         self._tokenizer: Any = self._engine.renderer.tokenizer

@@ -92,8 +92,7 @@ REASONING: Mapping[str, str] = {
     "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",  # gpt-oss
 }
 """What opens reasoning -> what closes it. Reasoning in any other spelling is content."""
-_LONGEST_DELIMITER = max(map(len, [*REASONING, *REASONING.values()]))
-_DELIMITERS = re.compile("|".join(map(re.escape, [*REASONING, *REASONING.values()])))
+DELIMITERS = re.compile("|".join(map(re.escape, [*REASONING, *REASONING.values()])))
 
 
 class Answer(str):
@@ -144,24 +143,6 @@ class Answer(str):
         return Answer, (str(self), self.reasoning, self.content, self.is_cut_off)
 
 
-class Thoughts:
-    """Follows a text that comes in pieces through its reasoning, by the rules of `Answer`."""
-
-    def __init__(self, opening: str) -> None:
-        """`opening` is as for `Answer.read`."""
-        self._opening, self._before = opening, ""
-
-    def add(self, piece: str) -> int:
-        """The number of characters of the next piece that belong to reasoning, with its delimiters."""
-        text, end = self._before + piece, 0
-        for found in _DELIMITERS.finditer(text):
-            if self._opening and found[0] != REASONING[self._opening]:
-                continue
-            self._opening, end = found[0] if found[0] in REASONING else "", found.end()
-        num_before, self._before = len(self._before), text[max(end, len(text) - _LONGEST_DELIMITER) :]
-        return len(piece) if self._opening else max(end - num_before, 0)
-
-
 def open_reasoning(text: str) -> str:
     """The delimiter of `REASONING` that a text leaves open; empty if there is none."""
     return _parts(text, "")[2]
@@ -171,7 +152,7 @@ def _parts(text: str, opening: str) -> tuple[str, str, str]:
     """A text's reasoning, its content, and the delimiter that it leaves open. `opening` was open before the text."""
     reasoning, content = list[str](), list[str]()
     start = 0
-    for found in _DELIMITERS.finditer(text):
+    for found in DELIMITERS.finditer(text):
         before, delimiter = text[start : found.start()], found[0]
         if opening and delimiter != REASONING[opening]:
             continue  # another delimiter within the reasoning

@@ -47,22 +47,6 @@ def as_shown(chat: Sequence[Message], template: str) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "\n\n".join(texts)}, *others]
 
 
-def check_shown(request: Mapping[str, Any], template: str) -> None:
-    """Raises ValueError for what a request of a chat endpoint holds, and vLLM accepts and does not show the model."""
-    for name in ("tools", "documents"):
-        if request.get(name) and name not in template:
-            raise ValueError(f"the request has {name}, and the model's chat template shows none; leave them out")
-    messages = request.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        fields = cast("Message", message) if isinstance(message, Mapping) else {}
-        _check_fields(fields)
-        content = fields.get("content")
-        for part in content if isinstance(content, list) else ():
-            kind = cast("Message", part).get("type") if isinstance(part, Mapping) else None
-            if kind == "tool_reference" and kind not in template:
-                raise ValueError("a message has a part of type 'tool_reference', which the chat template does not show")
-
-
 def text_of(content: Any) -> str:
     """The text of a content: of parts, that of each on a line of its own. Raises ValueError as `as_shown` does."""
     if content is None or isinstance(content, str):
@@ -70,7 +54,8 @@ def text_of(content: Any) -> str:
     return "\n".join(text for part in content if (text := _text_of(part)))
 
 
-def _check_fields(message: Message) -> None:
+def check_fields(message: Message) -> None:
+    """Raises ValueError for fields of an answer that no chat template shows."""
     for name in _UNREAD:
         if message.get(name):
             raise ValueError(
@@ -81,7 +66,7 @@ def _check_fields(message: Message) -> None:
 
 def _as_shown(message: Message, template: str) -> dict[str, Any]:
     role, content = message["role"], message.get("content")
-    _check_fields(message)
+    check_fields(message)
     parts: list[Any] = [content] if isinstance(content, str) else [*(content or ())]
     if role == "system":
         parts = [kept for part in parts if (kept := _without_billing(part)) is not None]

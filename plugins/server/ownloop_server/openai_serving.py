@@ -6,10 +6,10 @@ policy a request samples from is the caller's to say, and not the request's.
 
 import copy
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import vllm
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
@@ -22,20 +22,22 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
+from vllm.reasoning import ReasoningParserManager
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from generator._compat import REASONER
 from generator.engine import GenerationEngine
 from generator.openai_calls import OpenAICall, Serving
 from rl.images import images_of
-from rl.rollouts.chats import check_shown
+from rl.rollouts.chats import Message, check_fields
 from rl.rollouts.rendering import opening_of
-from rl.types import Answer, Thoughts
+from rl.types import DELIMITERS, REASONING, Answer
 
 # vLLM hands a request on by itself, and knows policies only as LoRA directories.
 CALL: ContextVar[OpenAICall] = ContextVar("call")
 """The request that vLLM's code is answering."""
+_REASONER = "ownloop_reasoner"  # in a request's `extra_args`: name and options of the parser that ends its reasoning
+_LONGEST_DELIMITER = max(map(len, [*REASONING, *REASONING.values()]))
 
 
 class EngineClient:
@@ -44,6 +46,7 @@ class EngineClient:
     errored = dead_error = None  # an engine that has stopped says so at the next request
 
     def __init__(self, engine: GenerationEngine, llm: LLMEngine, reasoning_parser: str = "") -> None:
+        _patch_reasoners(llm)
         self._engine = engine
         self._reasoning_parser = reasoning_parser
         self.vllm_config = llm.vllm_config
@@ -69,8 +72,25 @@ class EngineClient:
             raise ValueError("truncate_prompt_tokens is not supported with images; send a shorter prompt")
         reasons = self._reasoning_parser and not options.get("reasoning_ended")
         reasoner = self._reasoning_parser, options.get("reasoning_parser_kwargs") or {}
-        sampling_params.extra_args = {**(sampling_params.extra_args or {}), REASONER: reasoner if reasons else None}
+        sampling_params.extra_args = {**(sampling_params.extra_args or {}), _REASONER: reasoner if reasons else None}
         return _in_form(self._engine.stream(tokens, sampling_params, policy=CALL.get().policy))
+
+
+def _patch_reasoners(engine: Any) -> None:
+    """Has a form that a request asks for hold behind its reasoning, by the request's own parser (`_REASONER`).
+
+    vLLM knows one parser, which it must be given at the start; here every endpoint over an engine has its own.
+    """
+    manager = engine.engine_core.engine_core.structured_output_manager
+
+    def find(request: Any) -> Any:
+        structured = request.structured_output_request
+        name, options = (request.sampling_params.extra_args or {}).get(_REASONER) or ("", {})
+        if structured.reasoner is None and name:
+            structured.reasoner = ReasoningParserManager.get_reasoning_parser(name)(manager.tokenizer, **options)
+        return structured.reasoner
+
+    manager._get_reasoner = find
 
 
 async def _in_form(outputs: AsyncGenerator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
@@ -134,7 +154,7 @@ class OpenAIServing(Serving):
             template = str(tokenizer.get_chat_template(tools=request.get("tools") or None))
         except Exception:  # vLLM says what is missing, and knows models that have no template
             return
-        check_shown(request, template)
+        _check_shown(request, template)
 
     async def _answer(self, call: OpenAICall) -> Any:
         request_type = ChatCompletionRequest if call.kind == "chat" else CompletionRequest
@@ -148,6 +168,40 @@ class OpenAIServing(Serving):
         return await create(request)
 
 
+def _check_shown(request: Mapping[str, Any], template: str) -> None:
+    """Raises ValueError for what a request of a chat endpoint holds, and vLLM accepts and does not show the model."""
+    for name in ("tools", "documents"):
+        if request.get(name) and name not in template:
+            raise ValueError(f"the request has {name}, and the model's chat template shows none; leave them out")
+    messages = request.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        fields = cast("Message", message) if isinstance(message, Mapping) else {}
+        check_fields(fields)
+        content = fields.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = cast("Message", part).get("type") if isinstance(part, Mapping) else None
+            if kind == "tool_reference" and kind not in template:
+                raise ValueError("a message has a part of type 'tool_reference', which the chat template does not show")
+
+
+class _Thoughts:
+    """Follows a text that comes in pieces through its reasoning, by the rules of `Answer`."""
+
+    def __init__(self, opening: str) -> None:
+        """`opening` is as for `Answer.read`."""
+        self._opening, self._before = opening, ""
+
+    def add(self, piece: str) -> int:
+        """The number of characters of the next piece that belong to reasoning, with its delimiters."""
+        text, end = self._before + piece, 0
+        for found in DELIMITERS.finditer(text):
+            if self._opening and found[0] != REASONING[self._opening]:
+                continue
+            self._opening, end = found[0] if found[0] in REASONING else "", found.end()
+        num_before, self._before = len(self._before), text[max(end, len(text) - _LONGEST_DELIMITER) :]
+        return len(piece) if self._opening else max(end - num_before, 0)
+
+
 def _by_our_rules(parser_class: Any) -> Any:
     """The parser, which reads reasoning as `rl.types.Answer` does.
 
@@ -159,7 +213,7 @@ def _by_our_rules(parser_class: Any) -> Any:
 
     class ByOurRules(parser_class):
         ended, opening = False, ""
-        thoughts: Thoughts | None = None
+        thoughts: _Thoughts | None = None
 
         def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
             super().set_prompt_token_ids(prompt_token_ids)
@@ -183,7 +237,7 @@ def _by_our_rules(parser_class: Any) -> Any:
             self, delta_text: str, delta_token_ids: Any, request: Any, prompt_token_ids: Any = None, **options: Any
         ) -> Any:
             if self.thoughts is None:
-                self.thoughts = Thoughts(opening_of(self.model_tokenizer, prompt_token_ids or ()))
+                self.thoughts = _Thoughts(opening_of(self.model_tokenizer, prompt_token_ids or ()))
             thought = 0 if self.reasoning_parser is not None else self.thoughts.add(delta_text)
             rest = delta_text[thought:]
             tokens = delta_token_ids if rest or not thought else []
