@@ -144,5 +144,5 @@ def test_an_engine_of_an_installed_package_is_found(tmp_path: Path, monkeypatch:
     assert isinstance(load_engine(config), Engine)
     with pytest.raises(ValueError, match=r"mine 1\.0 .*'bad' of ownloop\.engines .*'fsdp2'.*EngineEntry"):
         find_engine("bad")
-    with pytest.raises(ValueError, match=r"engine is 'min', .* did you mean 'mine'"):
+    with pytest.raises(ValueError, match=r"engine is 'min': .* did you mean 'mine'"):
         TrainerConfig(engine="min")

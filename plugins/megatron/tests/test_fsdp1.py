@@ -55,7 +55,7 @@ def test_without_the_plugin_a_user_reads_which_to_install(monkeypatch: pytest.Mo
     monkeypatch.setattr(plugins, "is_installed", lambda _: False)
     plugins.clear()
     with pytest.raises(
-        ValueError, match=r"engine is 'fsdp1'; the plug-in ownloop-megatron has it and is not installed"
+        ValueError, match=r"engine is 'fsdp1': the plug-in ownloop-megatron has it and is not installed"
     ):
         TrainerConfig(engine="fsdp1")
     plugins.clear()

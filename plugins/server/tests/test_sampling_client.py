@@ -247,7 +247,7 @@ def test_scoring_ids_has_a_limit(server: RunningServer, monkeypatch: pytest.Monk
     [
         ([2, VOCAB, 3], {}, "the prompt has the token 16; token ids are from 0 to 15"),
         ([2, -1, 3], {}, "the prompt has the token -1; token ids are from 0 to 15"),
-        ([2, 3], {"topk_prompt_logprobs": 21}, "topk_prompt_logprobs is 21; it must be from 0 to 20"),
+        ([2, 3], {"topk_prompt_logprobs": 21}, "topk_prompt_logprobs is 21: .* 20"),
         ([2, 3], {"topk_prompt_logprobs": -1}, "topk_prompt_logprobs is -1; it must be from 0 to 20"),
     ],
 )
