@@ -38,7 +38,8 @@ def _check_proven(config: TrainerConfig, decoder: DecoderConfig) -> None:
             )
 
 
-def _check_tensor_parallel(config: TrainerConfig, decoder: DecoderConfig) -> None:
+def check_divides(config: TrainerConfig, decoder: DecoderConfig) -> None:
+    """Raises ValueError if tensor-parallel ranks cannot have equal parts of a decoder, naming how many could."""
     tensor_parallel = config.tensor_parallel
     sizes = {name: getattr(decoder, name) for name in ("num_heads", "num_kv_heads", "vocab_size")}
     if decoder.moe is None:
@@ -50,6 +51,11 @@ def _check_tensor_parallel(config: TrainerConfig, decoder: DecoderConfig) -> Non
                 f"TrainerConfig.tensor_parallel is {tensor_parallel}, which does not divide the model's {name} "
                 f"{size}; its sizes allow {divisors}"
             )
+
+
+def _check_tensor_parallel(config: TrainerConfig, decoder: DecoderConfig) -> None:
+    check_divides(config, decoder)
+    tensor_parallel = config.tensor_parallel
     if decoder.moe is None or tensor_parallel == 1:
         return
     if config.expert_parallel == 1:

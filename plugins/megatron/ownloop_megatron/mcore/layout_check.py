@@ -11,6 +11,7 @@ from rl.system.decoders import DecoderConfig
 from rl.system.hf_config import parse_decoder_config
 from trainer.config import TrainerConfig
 from trainer.engines.model_check import ModelLimits
+from trainer.engines.titan.layout_check import check_divides
 
 MODEL_PROVIDER = "model_provider"
 """`module:function` that is called as Megatron-core's `GPTModel` is, and returns one. Forks bring their models so."""
@@ -84,16 +85,7 @@ def _check_tensor_parallel(config: TrainerConfig, decoder: DecoderConfig) -> Non
     tensor_parallel = config.tensor_parallel
     if tensor_parallel == 1:
         return
-    sizes = {name: getattr(decoder, name) for name in ("num_heads", "num_kv_heads", "vocab_size")}
-    if decoder.moe is None:
-        sizes["hidden_dim"] = decoder.hidden_dim
-    for name, size in sizes.items():
-        if size % tensor_parallel:
-            divisors = [n for n in range(1, decoder.num_kv_heads + 1) if all(s % n == 0 for s in sizes.values())]
-            raise ValueError(
-                f"TrainerConfig.tensor_parallel is {tensor_parallel}, which does not divide the model's {name} "
-                f"{size}; its sizes allow {divisors}"
-            )
+    check_divides(config, decoder)
     if decoder.moe is not None and not config.sequence_parallel:
         raise ValueError(
             f"TrainerConfig.sequence_parallel is False and tensor_parallel is {tensor_parallel}; experts take "
