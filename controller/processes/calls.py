@@ -37,6 +37,7 @@ asks for signs of progress by other calls.
 A "queued" call that is cancelled is still executed. Its clock then runs while the next call waits for it."""
 
 _TICK_S = 1.0
+_GONE_S = 1.0
 _DEATH_GRACE_S = 3.0  # within which Monarch says how a process died
 
 
@@ -267,8 +268,12 @@ class Calls:
     async def _judge(self, call: _Call) -> None:
         """Raises if there is a reason not to wait any longer for a call."""
         if not self.processes.gone and any(isinstance(error, ProcessDiedError) for error in call.errors.values()):
-            await self.processes.fetch_states()  # which process it was
-            self.processes.look(at_most_s=0.0)
+            loop = asyncio.get_running_loop()
+            end = loop.time() + _GONE_S  # Monarch may hear of a death before the kernel has taken the process down
+            while not self.processes.gone and loop.time() < end:
+                await self.processes.fetch_states()  # which process it was
+                self.processes.look(at_most_s=0.0)
+                await asyncio.sleep(0 if self.processes.gone else 0.02)
         for other in call.needs():
             error = other.failure or other._process_failure(call.verb)
             if error is not None:
