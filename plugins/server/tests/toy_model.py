@@ -23,6 +23,7 @@ from ownloop_server.served_models import ServedModel
 from rl.data.batching import validate_batch
 from rl.lora import LivePolicy, LoRAConfig, Policy
 from rl.losses import LossInputs, get_loss
+from rl.protocols import Trainer
 from rl.types import AdamParams, Completion, Datum, ForwardBackwardOutput, OptimStepOutput, PullMode, SamplingParams
 
 VOCAB = 16
@@ -286,7 +287,7 @@ class ToyHost:
         """The model as the gateway sees it. `folder` is for recovery points."""
         trainer = self.restarting()
 
-        async def adapter(name: str, config: LoRAConfig) -> RecoveringAdapter:
+        async def adapter(name: str, config: LoRAConfig) -> Trainer:
             return await RecoveringAdapter.make(trainer, name, config, folder / name)
 
         return ServedModel(

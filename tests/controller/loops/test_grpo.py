@@ -44,7 +44,8 @@ def _with_characters(problem: TextProblem) -> TextProblem:
 @pytest.mark.slow  # pulls of biased weights: tests/generator/cpu/test_kinds.py
 @pytest.mark.parametrize("tied", [True, False])
 def test_in_bfloat16_they_agree_about_a_model_with_biases(tmp_path: Path, tied: bool) -> None:
-    model = tiny_dense("qwen2", tmp_path / "model", tied=tied, **{**SERVABLE, "vocab_size": 320})
+    shape: dict[str, Any] = {**SERVABLE, "vocab_size": 320}
+    model = tiny_dense("qwen2", tmp_path / "model", tied=tied, **shape)
     byte_tokens = {token: number for number, token in enumerate(sorted(ByteLevel.alphabet()))}
     Qwen2Tokenizer(vocab=byte_tokens, merges=[]).save_pretrained(model)
     config = GRPOConfig(
