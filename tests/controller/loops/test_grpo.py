@@ -4,6 +4,7 @@ import asyncio
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
