@@ -25,37 +25,12 @@ from rl.checks import check_known
 from rl.lora import LivePolicy, Policy
 from rl.system.timeline import gauge
 from rl.types import PULL_MODES, Completion, PullMode, SamplingParams
-from rl.weights.version import LIVING_VERSIONS, VersionRecord
+from rl.weights.version import VersionRecords
 
 ACTOR = "generator.actor:VLLMGenerator"
 """The class of the ranks' actors. By its name, so that it is imported while the processes start."""
 _PROBE_S = 2.0  # between two looks at the engines
 _ALIVE_S = 10.0  # for an answer that costs no work; on an overloaded host even that takes seconds
-
-
-class VersionRecords:
-    """The controller's own copies of the newest records, which save generators a lookup in TorchStore.
-
-    Trainers' handles add them, and generators' look them up. A version that is not found here is looked up in
-    TorchStore, which remains the directory.
-    """
-
-    def __init__(self) -> None:
-        """Starts without records."""
-        self._records: dict[str | None, tuple[VersionRecord, ...]] = {}
-
-    def add(self, record: VersionRecord) -> None:
-        """Adds the record of a version that was just published."""
-        self._records[record.policy] = (*self._records.get(record.policy, ()), record)[-LIVING_VERSIONS:]
-
-    def find(self, version: int, policy: str | None = None) -> VersionRecord | None:
-        """The record of a policy's version, the newest if it was published several times. None if it is not known."""
-        records = self._records.get(policy, ())
-        return next((record for record in reversed(records) if record.version == version), None)
-
-    def forget(self, policy: str) -> None:
-        """Drops the records of an adapter."""
-        self._records.pop(policy, None)
 
 
 class GeneratorHandle:

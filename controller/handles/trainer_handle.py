@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from controller.handles.colocated import SharedGPUs
-from controller.handles.generator_handle import VersionRecords
 from controller.processes.mesh import Mesh
 from controller.processes.place import FilesHere, Place, RunFiles, gpu_env
 from rl.data.batching import BatchPlan, checked_data, merge_metrics, plain_datum, plan_batch, validate_batch
@@ -25,6 +24,7 @@ from rl.lora import LoRAConfig, check_adapter_name
 from rl.losses import Loss, get_loss
 from rl.protocols import Trainer
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput, WeightTransport
+from rl.weights.version import VersionRecords
 from trainer.config import TrainerConfig, trainer_env
 from trainer.engine_table import find_engine
 from trainer.engines.model_check import ModelLimits, check_model

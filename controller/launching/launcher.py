@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from controller.handles.adapters import POLICY, BoundGenerator, check_lora, check_same_base
 from controller.handles.colocated import SharedGPUs, Side
-from controller.handles.generator_handle import VersionRecords
 from controller.handles.offline import OfflineGeneratorConfig, offline_generator
 from controller.handles.replicas import Stoppable
 from controller.launching.assignments import Assignment, Assignments
@@ -21,6 +20,7 @@ from rl.lora import LoRAConfig
 from rl.protocols import Generator, Trainer
 from rl.system.hardware import without_garbage_collection
 from rl.system.timeline import report_progress
+from rl.weights.version import VersionRecords
 from trainer.config import TrainerConfig
 
 if TYPE_CHECKING:  # the imports would load torch and Monarch

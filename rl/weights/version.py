@@ -148,6 +148,31 @@ class VersionRecord:
         return _record, (_encoded(self.manifest), others)
 
 
+class VersionRecords:
+    """The controller's own copies of the newest records, which save generators a lookup in TorchStore.
+
+    Trainers' handles add them, and generators' look them up. A version that is not found here is looked up in
+    TorchStore, which remains the directory.
+    """
+
+    def __init__(self) -> None:
+        """Starts without records."""
+        self._records: dict[str | None, tuple[VersionRecord, ...]] = {}
+
+    def add(self, record: VersionRecord) -> None:
+        """Adds the record of a version that was just published."""
+        self._records[record.policy] = (*self._records.get(record.policy, ()), record)[-LIVING_VERSIONS:]
+
+    def find(self, version: int, policy: str | None = None) -> VersionRecord | None:
+        """The record of a policy's version, the newest if it was published several times. None if it is not known."""
+        records = self._records.get(policy, ())
+        return next((record for record in reversed(records) if record.version == version), None)
+
+    def forget(self, policy: str) -> None:
+        """Drops the records of an adapter."""
+        self._records.pop(policy, None)
+
+
 def _record(manifest: bytes, others: dict[str, Any]) -> VersionRecord:
     return VersionRecord(manifest=_decoded(manifest), **others)
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from controller.handles.generator_handle import GeneratorHandle, VersionRecords
+from controller.handles.generator_handle import GeneratorHandle
 from generator.config import GeneratorConfig, LoRALimits
 from rl.lora import Policy
 from rl.types import Completion, SamplingParams
+from rl.weights.version import VersionRecords
 from tests.e2e.weight_meshes import GREEDY, PROMPTS, running_generator, running_store, working
 from tests.generator.adapted import WHOLE, Adapter, largest_error, merged, random_adapter
 from tests.generator.served_models import served_llama

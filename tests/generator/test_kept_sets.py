@@ -105,7 +105,7 @@ def test_every_cut_returns_the_words_that_it_keeps(
         assert datum.kept is not None
         assert datum.kept.fault(datum.loss_inputs["target_tokens"], 10**6) == ""
         assert (datum.kept.counts[datum.counted] > 0).all()
-        assert datum.kept.counts.max() <= sampling.top_k
+        assert datum.kept.counts.max() <= sampling.most_kept
         expected = reference.logprobs(datum).detach().numpy()[datum.counted]
         np.testing.assert_allclose(datum.loss_inputs["logprobs"][datum.counted], expected, atol=1e-4)
         if "min_p" in cut:

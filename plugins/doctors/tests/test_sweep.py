@@ -113,7 +113,7 @@ def test_a_wrong_value_is_refused_before_any_run(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(RECIPE)
     assert "unknown option --sed; did you mean '--seed'" in refused(capfd, "sweep", "mine.py", "--sed", "0", "1")
-    assert "--seed is 'x'; it must be a whole number" in refused(capfd, "sweep", "mine.py", "--seed", "0", "x")
+    assert "--seed takes INT" in refused(capfd, "sweep", "mine.py", "--seed", "0", "x")
     assert not (tmp_path / "runs").exists()
 
 

@@ -200,7 +200,7 @@ def test_greedy_log_probs_are_those_at_temperature_1(url: str) -> None:
     np.testing.assert_allclose(greedy.logprobs, scored[4:], atol=1e-5)
     assert max(greedy.logprobs) < -0.01  # of the distribution that only holds these tokens they would be 0
     for temperature in (0.009, 2.01, -1.0):
-        with pytest.raises(Exception, match=r"temperature is 0\.009: .* 0, or from 0\.01 to 2"):
+        with pytest.raises(Exception, match=r"temperature is .*: .* 0, or from 0\.01 to 2"):
             sampling.sample(prompt, 1, types.SamplingParams(max_tokens=1, temperature=temperature)).result()
 
 

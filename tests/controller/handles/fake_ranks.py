@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from controller.handles.generator_handle import VersionRecords
 from controller.handles.trainer_handle import TrainerHandle
 from controller.processes.mesh import Mesh
 from controller.processes.rank_processes import RankProcesses
 from rl.tiny_models import tiny_llama
 from rl.types import Datum, ForwardBackwardOutput, OptimStepOutput
+from rl.weights.version import VersionRecords
 from trainer.config import TrainerConfig
 from trainer.engines.model_check import check_model
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from controller.handles.generator_handle import GeneratorHandle, VersionRecords
+from controller.handles.generator_handle import GeneratorHandle
 from controller.processes.errors import DeadlineError, MeshError, RequestTimeoutError
 from controller.processes.mesh import Mesh
 from controller.processes.rank_processes import RankProcesses
@@ -16,6 +16,7 @@ from generator.config import GeneratorConfig
 from generator.engine_calls import EngineStatus, EngineStoppedError
 from rl.deadlines import Deadlines
 from rl.types import SamplingParams
+from rl.weights.version import VersionRecords
 from tests.waiting import run_virtual
 
 IDLE = EngineStatus(activity=None, seconds=0.0, slowest_s=None, num_steps=7, num_unfinished=0, failure=None)

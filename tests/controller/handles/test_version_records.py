@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from controller.handles.generator_handle import GeneratorHandle, VersionRecords
+from controller.handles.generator_handle import GeneratorHandle
 from controller.handles.trainer_handle import TrainerHandle
 from controller.processes.mesh import Mesh
 from controller.processes.rank_processes import RankProcesses
 from generator.config import GeneratorConfig
 from rl.tiny_models import tiny_llama
-from rl.weights.version import VersionRecord
+from rl.weights.version import VersionRecord, VersionRecords
 from trainer.config import TrainerConfig
 from trainer.engines.model_check import ModelLimits
 
