@@ -37,7 +37,7 @@ asks for signs of progress by other calls.
 A "queued" call that is cancelled is still executed. Its clock then runs while the next call waits for it."""
 
 _TICK_S = 1.0
-_GONE_S = 1.0
+_GONE_S = 1.0  # within which the kernel takes a dead process down
 _DEATH_GRACE_S = 3.0  # within which Monarch says how a process died
 
 
