@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt
 
 from rl.checks import check_at_least
-from rl.configuration import AnyPath, Gpus, Positive, Rare, check_gpus, configuration, one_of
+from rl.configuration import AnyPath, Gpus, Positive, Rare, UpToOne, check_gpus, configuration, one_of
 from rl.deadlines import Deadlines
 from rl.images import TokensWithImages, images_of
 from rl.lora import LivePolicy, Policy
@@ -28,6 +28,7 @@ from rl.system.hf_config import (
     vision_of,
 )
 from rl.system.model_files import check_head, check_no_stray_weights
+from rl.system.plugins import named_by
 from rl.types import HeadDtype, Placement, SamplingParams, WeightTransport
 from rl.weights.version import transports
 
@@ -108,6 +109,21 @@ class LoRALimits:
 
 
 @configuration
+class Speculation:
+    """Drafts of coming tokens, which one step checks all at once. Which tokens are sampled stays the same."""
+
+    source: Annotated[str, one_of(lambda: named_by("generators"), "generators")] = "history"
+    """Where drafts come from: the name of an entry point of `ownloop.generators`."""
+    max_draft: Annotated[int, Field(ge=1, le=64)] = 8
+    """Tokens of the longest draft."""
+    min_chance: UpToOne = 0.2
+    """The least estimated chance at which a token is drafted, where the cost of a step does not ask for a higher one."""
+    max_kept_tokens: PositiveInt = 1 << 24
+    """Tokens of completions that a replica keeps for drafts. It forgets the prompts first that were sampled longest
+    ago."""
+
+
+@configuration
 class GeneratorConfig:
     """One generator: `num_replicas` copies of the model, each held by `tensor_parallel` ranks, a process each."""
 
@@ -159,6 +175,8 @@ class GeneratorConfig:
     """Whether completions of a mixture have the experts that its layers chose. A loop sets it by its own `routes`."""
     lora: LoRALimits | None = None
     """Room for adapters (LoRA). None: this generator serves only the model itself."""
+    speculation: Rare[Speculation | None] = None
+    """Speculative decoding. None: every step samples one token of each sequence."""
     engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further options of vLLM's `EngineArgs`, under vLLM's names. Only options that are proven not to change what is
     sampled are taken; an error names them."""

@@ -50,6 +50,7 @@ from generator.engine_calls import (
     Stream,
     Update,
 )
+from generator.engine_part import EnginePart, engine_parts
 from generator.options import engine_options
 from generator.updates import WeightUpdates
 from rl.images import images_of, join_tokens
@@ -65,8 +66,9 @@ _INCOMPLETE = "the weights are incomplete since a failed update ({}); pull a ver
 class EngineLoad:
     """What vLLM's scheduler has had to do since it was last asked: the largest numbers of all steps."""
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: LLMEngine, parts: Sequence[EnginePart]) -> None:
         """Watches the scheduler of this engine. vLLM's own statistics are off, since they cost time in every step."""
+        self._parts = parts
         self._largest: dict[str, float] = {}
         self._scheduler: Any = engine.engine_core.engine_core.scheduler  # pyright: ignore[reportAttributeAccessIssue]
         # Hits of the prefix cache are counted without the rest.
@@ -82,11 +84,13 @@ class EngineLoad:
             largest[f"engine_{name}_max"] = max(largest.get(f"engine_{name}_max", 0.0), float(value))
 
     def take(self) -> dict[str, float]:
-        """`engine_running_max`, `engine_waiting_max`, `engine_kv_use_max` and `engine_prefix_hits`; begins anew.
+        """`engine_running_max`, `engine_waiting_max`, `engine_kv_use_max`, `engine_prefix_hits` and those of parts.
 
-        Empty without a step, and without the hits if no prompt was looked up.
+        Begins anew. Empty without a step, and without the hits if no prompt was looked up.
         """
         largest, self._largest = self._largest, {}
+        for part in self._parts:
+            largest.update(part.take_metrics())
         found = self._scheduler.kv_cache_manager.make_prefix_cache_stats()
         return {**largest, "engine_prefix_hits": found.hits / found.queries} if found.queries else largest
 
@@ -242,13 +246,18 @@ class GenerationEngine:
             patch_cpu()
             if (family := find_family(config)) is not None and family.patch_cpu:
                 resolve_name(family.patch_cpu)()
+        parts = engine_parts(self._config, has_gpu=not current_platform.is_cpu())
+        for part in parts:
+            part.before_build()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_options(self._config)))
         if current_platform.is_cpu():
             return_kept_sets(self._engine)
+        for part in parts:
+            part.after_build(self._engine)
         self._tokenizer: Any = self._engine.renderer.tokenizer
         self._group = get_tp_group()
         self._updates = WeightUpdates(self._engine, self._group, self._config)
-        self.load = EngineLoad(self._engine)
+        self.load = EngineLoad(self._engine, parts)
 
     def _serve(self) -> bool:
         """Handles all queued commands, waiting for one if there is nothing to do, and steps once. False to stop."""

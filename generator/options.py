@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from generator.config import LORA_RANKS, GeneratorConfig, room_to_score
+from generator.engine_part import engine_parts
 from rl.lora import ATTENTION_MODULES, FURTHER_ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES
 from rl.system.hardware import cpu_features, cpu_malloc_env, cpu_thread_env, sees_gpu
 from rl.system.hf_config import find_family, num_experts, read_config, vision_of
@@ -48,14 +49,18 @@ def generator_env(config: GeneratorConfig, *, has_gpu: bool | None = None) -> di
             # Saves 4 % of a step's CPU time and 15 % of a pull's.
             **cpu_malloc_env(),
         }
+    for part in engine_parts(config, has_gpu=_has_gpu(has_gpu)):
+        env |= part.env()
     return env
 
 
 def check_hardware(config: GeneratorConfig, *, has_gpu: bool | None = None) -> None:
-    """Raises ValueError for options that vLLM accepts but cannot, or cannot correctly, carry out on a host.
+    """Raises ValueError for options that vLLM, or a part of a plug-in, cannot correctly carry out on a host.
 
     `has_gpu` is that of `generator_env`.
     """
+    for part in engine_parts(config, has_gpu=_has_gpu(has_gpu)):
+        part.check()
     if _has_gpu(has_gpu):
         return
     model = read_config(config.model)
@@ -132,7 +137,10 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
     family = find_family(read_config(config.model))
     head = {} if config.head_dtype is None else {"head_dtype": config.head_dtype}
     given = {"hf_overrides": {}, **({} if family is None else family.engine_args), **config.engine_args}
-    return {**options, **given, "hf_overrides": {**given["hf_overrides"], **head}, "trust_remote_code": False}
+    options |= {**given, "hf_overrides": {**given["hf_overrides"], **head}, "trust_remote_code": False}
+    for part in engine_parts(config, has_gpu=sees_gpu()):
+        options |= part.engine_args()
+    return options
 
 
 def _lora_options(config: GeneratorConfig) -> dict[str, Any]:

@@ -9,28 +9,28 @@ from tests.docs.pages import ROOT
 PAGE = ROOT / "docs" / "extend.md"
 CORE = ("rl", "trainer", "generator", "controller")
 KINDS = {
-    "commands": (
-        "controller.commands.command_line:Command",
-        "`ownloop NAME` loads it; `ownloop --help` reads its source",
-    ),
-    "engines": (
-        "trainer.engine_table:EngineEntry",
-        "`TrainerConfig` reads it; each rank of a trainer loads the engine",
-    ),
-    "families": (
-        "rl.system.hf_config:ModelFamily",
-        "each process that reads a model's `config.json` looks through all",
-    ),
-    "algorithms": ("rl.algorithms:Algorithms", "the controller looks for a recipe's `loss` and `advantage` in all"),
-    "observers": (
-        "controller.runs.observers:Observer",
-        "each run makes those that watch every run, and those in `log`",
-    ),
-    "generators": ("generator.openai_calls:Serving", "a generator's process loads it at the first such call"),
-    "hosts": ("controller.launching.hosts:Hosts", "`--hosts NAME ...` calls `from_words` of the class"),
-    "transports": ("rl.weights.version:Transport", "trainer and generator make one where weights travel by it"),
+    "commands": {
+        "controller.commands.command_line:Command": "`ownloop NAME` loads it; `ownloop --help` reads its source"
+    },
+    "engines": {
+        "trainer.engine_table:EngineEntry": "`TrainerConfig` reads it; each rank of a trainer loads the engine"
+    },
+    "families": {
+        "rl.system.hf_config:ModelFamily": "each process that reads a model's `config.json` looks through all"
+    },
+    "algorithms": {"rl.algorithms:Algorithms": "the controller looks for a recipe's `loss` and `advantage` in all"},
+    "observers": {
+        "controller.runs.observers:Observer": "each run makes those that watch every run, and those in `log`"
+    },
+    "generators": {
+        "generator.openai_calls:Serving": "a generator's process loads it at the first such call",
+        "generator.engine_part:EnginePart": "the controller and each rank of a generator make those that its "
+        "`GeneratorConfig` names",
+    },
+    "hosts": {"controller.launching.hosts:Hosts": "`--hosts NAME ...` calls `from_words` of the class"},
+    "transports": {"rl.weights.version:Transport": "trainer and generator make one where weights travel by it"},
 }
-"""Kind of entry points -> the type that it names, and who uses it when."""
+"""Kind of entry points -> the types that it names, and who uses them when."""
 _HEAD = '''# Plug-ins: the interface of the core
 
 A plug-in is an installed distribution with entry points of the groups `ownloop.KIND`. The name of an entry point is
@@ -126,11 +126,13 @@ def page() -> str:
 
 
 def _kinds() -> Iterator[str]:
-    for kind, (target, used) in KINDS.items():
-        text = ast.get_docstring(_class(target)) or ""
-        members = "".join(f"* `{name}`: {said}\n" for name, said in _members(target))
-        listed = f"\n{members}" if members else ""
-        yield f"## ownloop.{kind}\n\n`{target.replace(':', '.')}`: {used}.\n\n{text}\n{listed}"
+    for kind, types in KINDS.items():
+        yield f"## ownloop.{kind}\n"
+        for target, used in types.items():
+            text = ast.get_docstring(_class(target)) or ""
+            members = "".join(f"* `{name}`: {said}\n" for name, said in _members(target))
+            listed = f"\n{members}" if members else ""
+            yield f"`{target.replace(':', '.')}`: {used}.\n\n{text}\n{listed}"
 
 
 def _class(target: str) -> ast.ClassDef:
