@@ -117,7 +117,7 @@ class Speculation:
     max_draft: Annotated[int, Field(ge=1, le=64)] = 8
     """Tokens of the longest draft."""
     min_chance: UpToOne = 0.2
-    """The least estimated chance at which a token is drafted, where the cost of a step does not ask for a higher one."""
+    """The least estimated chance at which a token is drafted. The cost of a step may ask for a higher one."""
     max_kept_tokens: PositiveInt = 1 << 24
     """Tokens of completions that a replica keeps for drafts. It forgets the prompts first that were sampled longest
     ago."""

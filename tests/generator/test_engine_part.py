@@ -1,4 +1,4 @@
-"""A part that a plug-in brings is checked before anything starts, and has its say in a rank's environment and engine."""
+"""A plug-in's part is checked before anything starts, and has its say in a rank's environment and engine."""
 
 import sys
 from pathlib import Path
