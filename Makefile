@@ -17,7 +17,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-core test-fast test-slow stress lint bench wheels gpu-check gpu-rehearsal lock clean
+.PHONY: help setup train test test-core test-fast test-slow stress lint bench docs wheels gpu-check gpu-rehearsal lock clean
 
 help: ## list the targets
 	@echo 'make TARGET [DEVICE=cpu|gpu|core|pretended-gpu] [ARGS="..."] [PYTHON=python3.11]'
@@ -60,6 +60,10 @@ gpu-rehearsal: ## run the GPU path on pretended GPUs, which need none; the first
 	@requirements/setup.sh pretended-gpu
 	@exec .venv-pretended-gpu/bin/python -m tests.gpu_pretended.rehearsal $(ARGS)
 
+docs: ## make the site of docs/ and of the plug-ins' pages in .site/html; a broken link or an unlisted page fails
+	@requirements/setup.sh docs
+	@exec .venv-docs/bin/python docs/site/build.py
+
 wheels: setup ## build the wheels of ownloop and of all plug-ins into dist/
 	@rm -rf dist
 	@for folder in . plugins/*/; do (cd "$$folder" && "$(CURDIR)/$(BIN)/python" -m hatchling build -t wheel -d "$(CURDIR)/dist") || exit 1; done
@@ -68,5 +72,5 @@ lock: ## resolve every pyproject.toml into requirements/*.lock again; ARGS=--upg
 	@requirements/setup.sh lock $(ARGS)
 
 clean: ## remove .venv and caches; runs/ stays
-	@rm -rf .venv .venv-core dist .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-core .venv-docs .site dist .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

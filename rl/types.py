@@ -63,7 +63,7 @@ class Completion:
     prompt_logprobs: tuple[float, ...] | None = None
     """[P - 1] log-prob at temperature 1 of every prompt token but the first, if asked for."""
     topk_prompt_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
-    """[P - 1][K] the most probable tokens at these positions with their log-probs, falling, if asked for."""
+    """`[P - 1][K]`: the most probable tokens at these positions with their log-probs, falling, if asked for."""
 
     def __post_init__(self) -> None:
         """Raises ValueError unless every token has a log-prob and a version."""
