@@ -34,6 +34,7 @@ _TOGETHER = {
         "tests/controller/loops/",
         "plugins/agents/tests/",
         "plugins/doctors/tests/test_parity.py",
+        "plugins/doctors/tests/test_regrade.py",
         "plugins/families/tests/test_architectures.py",
         "plugins/families/tests/test_experts_on_kinds.py",
         "plugins/families/tests/test_family_loops.py",

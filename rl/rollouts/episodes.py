@@ -85,7 +85,7 @@ async def rollout_group(
     the generator is raised and cancels the other rollouts, and so is a `ChatTemplateError` for a model whose chat
     template is not fit for several turns.
     """
-    player = _Player(generator, renderer, sampling, time_limit_s)
+    player = Player(generator, renderer, sampling, time_limit_s)
     try:
         prompt = problem.prompt
         tokens = renderer.encode_problem(problem)
@@ -118,8 +118,8 @@ def step_seed(seed: int, step: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Player:
-    """Plays the rollouts of a group."""
+class Player:
+    """Plays the rollouts of a group, each from its first turn on."""
 
     generator: Generator
     renderer: Renderer
@@ -240,20 +240,10 @@ def group_to_data(
 ) -> list[Datum]:
     """One Datum per rollout for which `keep` is true. Rollouts that are not kept still count in the advantages.
 
-    `advantage` maps [G] rewards to [G] advantages. One with a parameter `lengths` also gets the [G] numbers of sampled
-    tokens.
-
-    Left out are rollouts without a sampled token, groups whose advantages are all 0, and groups that failures have
-    reduced to fewer than two rollouts. Raises ValueError unless `advantage` returns one finite number per reward.
+    `advantage` is as `group_advantages` takes it. Left out are rollouts without a sampled token, groups whose
+    advantages are all 0, and groups that failures have reduced to fewer than two rollouts.
     """
-    if group.failures and len(group.rollouts) < 2:  # nothing to compare with; `advantage` may refuse a group of one
-        return []
-    takes_lengths = "lengths" in inspect.signature(advantage).parameters
-    lengths = {"lengths": np.array([r.num_sampled_tokens for r in group.rollouts])} if takes_lengths else {}
-    advantages = np.asarray(advantage(group.rewards, **lengths), dtype=np.float64)
-    if advantages.shape != group.rewards.shape or not np.isfinite(advantages).all():
-        said = f"shape {advantages.shape}: {advantages}"
-        raise ValueError(f"advantage returned {said:.200}; one finite number for each of {len(group.rollouts)} rewards")
+    advantages = group_advantages(group, advantage)
     if not advantages.any():
         return []
     return [
@@ -261,6 +251,23 @@ def group_to_data(
         for rollout, value in zip(group.rollouts, advantages, strict=True)
         if rollout.num_sampled_tokens and keep(rollout)
     ]
+
+
+def group_advantages(group: Group, advantage: Callable[..., NDArray[np.float64]]) -> NDArray[np.float64]:
+    """[G] advantages of a group's rollouts; 0 if failures have reduced it to fewer than two.
+
+    `advantage` maps [G] rewards to [G] advantages. One with a parameter `lengths` also gets the [G] numbers of sampled
+    tokens. Raises ValueError unless it returns one finite number per reward.
+    """
+    if group.failures and len(group.rollouts) < 2:  # nothing to compare with; `advantage` may refuse a group of one
+        return np.zeros(len(group.rollouts))
+    takes_lengths = "lengths" in inspect.signature(advantage).parameters
+    lengths = {"lengths": np.array([r.num_sampled_tokens for r in group.rollouts])} if takes_lengths else {}
+    advantages = np.asarray(advantage(group.rewards, **lengths), dtype=np.float64)
+    if advantages.shape != group.rewards.shape or not np.isfinite(advantages).all():
+        said = f"shape {advantages.shape}: {advantages}"
+        raise ValueError(f"advantage returned {said:.200}; one finite number for each of {len(group.rollouts)} rewards")
+    return advantages
 
 
 async def groups_to_data(
