@@ -39,6 +39,7 @@ NAVIGATION: Navigation = {
         "Tinker scripts": "plugins/server/README.md",
     },
     "Watch a run": {
+        "By symptom": "docs/symptoms.md",
         "The folder of a run": "docs/run_folder.md",
         "Reports and loggers": "plugins/report/README.md",
         "Resume and recover": "docs/resume.md",

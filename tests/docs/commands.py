@@ -19,7 +19,8 @@ _OTHER_PROGRAMS = {"kubectl", "sbatch", "git", "cd", "cp", "tail", "mkdir", "pre
     *("pip", "uv", "python3.11", "docker"),
 }
 """Programs whose arguments are not checked."""
-_RUNS = "runs/"  # how the path of a run begins
+RUN = "runs/my-run"
+"""The run that pages name."""
 
 
 def commands_of(text: str) -> list[list[str]]:
@@ -30,10 +31,21 @@ def commands_of(text: str) -> list[list[str]]:
 
 
 def is_cheap(words: Sequence[str]) -> bool:
-    """Whether a command of `ownloop` only prints something."""
+    """Whether a command only prints something, and reads no run."""
     program, *arguments = words
-    shows = arguments[0] in ("list", "show") and not any(word.startswith(_RUNS) for word in arguments)
-    return program.endswith("ownloop") and (shows or "--help" in arguments)
+    shows = arguments[:1] == ["check-env"] or (arguments[0] in ("list", "show") and not _names_a_run(arguments))
+    return program.endswith("ownloop") and (shows or bool({"--help", "--version"} & {*arguments}))
+
+
+def reads_a_run(words: Sequence[str]) -> bool:
+    """Whether a command only looks at the run `runs/my-run`, or at all runs."""
+    program, *arguments = words
+    reads = arguments[:1] == ["runs"] or (arguments[0] in ("show", "report") and arguments[1:] == [RUN])
+    return reads if program.endswith("ownloop") else program.endswith("python") and arguments[1:2] == [RUN]
+
+
+def _names_a_run(arguments: Sequence[str]) -> bool:
+    return any(word.startswith("runs/") for word in arguments)
 
 
 def check_command(words: Sequence[str]) -> None:
@@ -60,11 +72,11 @@ def _check_make(arguments: Sequence[str]) -> None:
 
 
 def _check_ownloop(arguments: Sequence[str]) -> None:
-    if needs_more(arguments):
+    if arguments == ["--version"] or needs_more(arguments):
         return
     command = parse_command([word for word in arguments if word not in HELP])
     module: Any = importlib.import_module(type(command).__module__)
-    if isinstance(command, Show) and command.recipe.startswith(_RUNS):
+    if isinstance(command, Show) and _names_a_run([command.recipe]):
         assert not command.fields, f"unexpected {command.fields}"
     elif arguments[0] == "sweep" and not HELP & {*arguments}:
         for combination in module.combinations_of(command.fields).values():
@@ -96,7 +108,7 @@ def _check_python(arguments: Sequence[str]) -> None:
     if arguments[0] == "-m":
         assert importlib.util.find_spec(arguments[1]), f"there is no module {arguments[1]}"
     else:
-        assert (ROOT / arguments[0]).is_file(), f"there is no file {arguments[0]}"
+        assert (ROOT / arguments[0]).is_file() or Path(arguments[0]).is_file(), f"there is no file {arguments[0]}"
 
 
 def _without_variables(words: list[str]) -> list[str]:

@@ -3,7 +3,8 @@
 The Python blocks of a page run in order, in one namespace, in a folder that is empty at first. They may use `await`.
 Their `launch` starts no processes but returns the trainer and the generator of `tests/docs/in_process.py`, and their
 `smollm2-135m-instruct` is a tiny model. The commands of a bash block are checked by `tests/docs/commands.py`, and run
-if they only print something. A comment before a block changes how it is treated:
+if they only print something; `runs/my-run` is then a finished run, which they may look at. A comment before a block changes how it is
+treated:
 
     <!-- test: file NAME -->        the block is written to a file, which later blocks import or pass to a command
     <!-- test: same as PATH -->     the block equals a file of the repository, which has a test of its own
@@ -18,6 +19,7 @@ import inspect
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.commands import check_command, commands_of, is_cheap
+from tests.docs.commands import RUN, check_command, commands_of, is_cheap, reads_a_run
 from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import run_loop
 from tests.docs.pages import PAGES, ROOT, Block, blocks_of
@@ -99,17 +101,30 @@ def _script(block: Block) -> str:
     """The commands of a block that are run: all that are marked for it, and otherwise the cheap ones."""
     if block.mark == "run":
         return block.text
-    return "\n".join(shlex.join(words) for words in commands_of(block.text) if is_cheap(words))
+    return "\n".join(shlex.join(words) for words in commands_of(block.text) if is_cheap(words) or reads_a_run(words))
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run."""
+    folder = tmp_path_factory.mktemp("a_run")
+    with pytest.MonkeyPatch.context() as patch:
+        launch_in_process(patch, folder / "cache")
+        run_loop("grpo", folder / RUN, checkpoint_every=1)
+    return folder / RUN
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("block", [block for block in _in_language("bash") if _script(block)], ids=_name)
-def test_commands_run(block: Block, tmp_path: Path) -> None:
+def test_commands_run(block: Block, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     _write_files(block.page, tmp_path)
+    if any(reads_a_run(words) for words in commands_of(block.text)):
+        shutil.copytree(request.getfixturevalue("a_run"), tmp_path / RUN)
     ownloop = tmp_path / ".venv" / "bin" / "ownloop"
     ownloop.parent.mkdir(parents=True)
     ownloop.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m controller.commands.cli "$@"\n')
     ownloop.chmod(0o755)
+    ownloop.with_name("python").symlink_to(sys.executable)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{ownloop.parent}{os.pathsep}{os.environ['PATH']}"}
     result = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", _script(block)],
