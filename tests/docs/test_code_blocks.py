@@ -3,8 +3,8 @@
 The Python blocks of a page run in order, in one namespace, in a folder that is empty at first. They may use `await`.
 Their `launch` starts no processes but returns the trainer and the generator of `tests/docs/in_process.py`, and their
 `smollm2-135m-instruct` is a tiny model. The commands of a bash block are checked by `tests/docs/commands.py`, and run
-if they only print something; `runs/my-run` is then a finished run, which they may look at. A comment before a block changes how it is
-treated:
+if they only print something; `runs/my-run` is then a finished run, which they may look at. A comment before a
+block changes how it is treated:
 
     <!-- test: file NAME -->        the block is written to a file, which later blocks import or pass to a command
     <!-- test: same as PATH -->     the block equals a file of the repository, which has a test of its own
