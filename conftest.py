@@ -33,6 +33,7 @@ _TOGETHER = {
         "tests/generator/",
         "tests/controller/loops/",
         "plugins/agents/tests/",
+        "plugins/doctors/tests/test_attacks.py",
         "plugins/doctors/tests/test_parity.py",
         "plugins/doctors/tests/test_regrade.py",
         "plugins/families/tests/test_architectures.py",

@@ -20,6 +20,7 @@ from trainer.engine_table import find_engine
 
 if TYPE_CHECKING:
     from ownloop_doctors.kit import Finding
+    from ownloop_doctors.reward_attacks import AttackReport
     from rl.protocols import Env
 
 _LAYOUTS = ("data_parallel_shard=2", "data_parallel_replicate=2")
@@ -27,20 +28,59 @@ _LAYOUTS = ("data_parallel_shard=2", "data_parallel_replicate=2")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckEnv:
-    """Says what is wrong with an environment."""
+    """Says what is wrong with an environment, and attacks its reward."""
 
     env: Annotated[str, Positional, arg(metavar="ENV")]
-    """A recipe, or "module:name" of an environment or its factory."""
+    """A recipe, or "module:name" of an environment or its factory; with --rows, "module:name" of a reward function."""
+    contract_only: bool = False
+    """Check the contract of environments, and leave the reward in peace."""
+    rows: Annotated[Path | None, arg(metavar="FILE.jsonl")] = None
+    """Problems for a reward function: rows with prompt and, where known, answer."""
+    columns: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="NAME=COLUMN")] = ()
+    """With --rows: the column that a parameter gets, such as ground_truth=answer, or solution_str=completion for the
+    answer; may be given several times."""
+    group_size: int = 8
+    """Rollouts of a group, for the share of groups with a signal."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for options that exclude each other."""
+        if self.rows is not None and self.contract_only:
+            raise ValueError("--contract-only is for environments, and --rows for a function, which has no contract")
+        if self.columns and self.rows is None:
+            raise ValueError(f"--columns is {self.columns[0]}; it says what the columns of --rows are")
+        if self.group_size < 2:
+            raise ValueError(f"--group-size is {self.group_size}; it must be at least 2")
 
     def run(self) -> int:
-        """Prints one line per finding. Returns 1 if there are any."""
+        """Prints one line per finding, and the table of attacks. Returns 1 if there are findings."""
         from ownloop_doctors.check_env import check_env
 
         with CapturedOutput() as output:
-            findings = check_env(load_env(self.env))
-            for finding in findings or ["nothing is wrong with it"]:
-                print(finding, file=output.terminal)
+            env = None if self.rows is not None else load_env(self.env)
+            findings = [] if env is None else check_env(env)
+            lines = [] if self.rows is not None else findings or ["nothing is wrong with it"]
+            if not findings and not self.contract_only:
+                report = self._attacked(env)
+                lines += ["", *report.lines()]
+                findings = [*report.findings]
+            print("\n".join(lines), file=output.terminal)
         return FAILED if findings else 0
+
+    def _attacked(self, env: "Env | None") -> "AttackReport":
+        from ownloop_doctors.reward_attacks import NUM_PROBLEMS, attacked
+        from ownloop_doctors.rows import parse_columns, problems_of_rows, read_columns
+        from rl.checks import named_function
+        from rl.protocols import best_reward_of
+        from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, time_limit_of
+
+        if env is not None:
+            problems = env.train_problems(0, 0, NUM_PROBLEMS)
+            return attacked(problems, time_limit_of(env), best_reward_of(env), self.group_size)
+        assert self.rows is not None
+        columns, said = parse_columns(self.columns)
+        rows = read_columns(self.rows, columns, ("prompt",))
+        problems = problems_of_rows(rows[:: max(len(rows) // NUM_PROBLEMS, 1)], named_function("ENV", self.env), said)
+        return attacked(problems[:NUM_PROBLEMS], DEFAULT_TIME_LIMIT_S, 1.0, self.group_size)
 
 
 def load_env(name: str) -> "Env":

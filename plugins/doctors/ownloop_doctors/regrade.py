@@ -9,10 +9,8 @@ rollout: that counts as a failure of the rollout, and says why.
 """
 
 import asyncio
-import inspect
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,10 @@ from typing import Any
 from controller.handles.offline import OfflineGenerator
 from controller.runs.recording import RecordedSteps, recording_of, write_rollouts
 from rl.algorithms.shaping import unshaped
+from rl.envs.jsonl import JsonlProblem
 from rl.images import join_tokens
 from rl.lora import Policy
-from rl.protocols import Done, Env, Problem
+from rl.protocols import Env, Problem
 from rl.rollouts.episodes import Player, all_results, checked_reward
 from rl.rollouts.guard import EnvironmentFailedError, call_environment
 from rl.rollouts.rendering import Renderer, prompt_text
@@ -181,68 +180,30 @@ def write_regraded(graded: Iterable[Graded], folder: Path) -> None:
         write_rollouts(recording_of(folder, step, "step"), groups, step=step, split="train")
 
 
-def read_answers(file: Path, columns: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The rows of a file with one JSON object per line, each with `prompt` and `completion`.
-
-    `columns` maps names that are needed to names in the file, such as "completion" to "output". Raises ValueError,
-    naming file and line, for a row that is no object or lacks a column.
-    """
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8-sig").splitlines(), start=1):
-        try:
-            row: Any = json.loads(line) if line.strip() else None
-        except ValueError as error:
-            raise ValueError(f"{file}:{number} is not JSON: {error}") from None
-        if row is None:
-            continue
-        if not isinstance(row, dict):
-            raise ValueError(f"{file}:{number} is no JSON object")
-        if missing := [column for column in columns.values() if column not in row]:
-            raise ValueError(f"{file}:{number} has no column {missing[0]!r}; it has {', '.join(map(str, row))}")
-        row |= {name: row[column] for name, column in columns.items()}
-        if missing := [name for name in ("prompt", "completion") if name not in row]:
-            raise ValueError(
-                f"{file}:{number} has no column {missing[0]!r}; --columns {missing[0]}=NAME says which it is"
-            )
-        rows.append(row)
-    if not rows:
-        raise ValueError(f"{file} holds no line; it should hold one JSON object per line with prompt and completion")
-    return rows
-
-
 async def regrade_rows(
-    rows: Sequence[Mapping[str, Any]], function: Callable[..., Any], time_limit_s: float
+    rows: Sequence[Mapping[str, Any]], problems: Sequence[JsonlProblem], time_limit_s: float
 ) -> list[Graded]:
-    """Rows as groups with the rewards of a function, which is called with the columns that its parameters name.
+    """Rows as groups, with the rewards of their problems (`ownloop_doctors.rows`).
 
     Rows of the same `group`, or else of the same prompt, are a group; `reward` is the old one and `task` names a task.
-    Raises ValueError for a parameter without a column.
     """
-    named = inspect.signature(function).parameters.values()
-    takes = [each for each in named if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in named)
-    if missing := [p.name for p in takes if p.default is p.empty and any(p.name not in row for row in rows)]:
-        raise ValueError(f"the reward has a parameter {missing[0]!r}, which not every row has; see --columns")
-    names = {each.name for each in takes}
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(str(row.get("group", row["prompt"])), []).append(row)
+    groups: dict[str, list[tuple[Mapping[str, Any], JsonlProblem]]] = {}
+    for row, problem in zip(rows, problems, strict=True):
+        groups.setdefault(str(row.get("group", row["prompt"])), []).append((row, problem))
 
-    async def one(row: Mapping[str, Any], rollout: Rollout) -> Rollout | str:
-        answer = {**row, "completion": Answer.read(str(row["completion"]))}
-        given = {name: value for name, value in answer.items() if takes_all or name in names}
+    async def one(problem: JsonlProblem, rollout: Rollout) -> Rollout | str:
         try:
-            reward = await call_environment(lambda: function(**given), time_limit_s=time_limit_s)
-            return replace(rollout, reward=checked_reward(Done(reward=reward)))
+            reply = await call_environment(problem.reply, Answer.read(rollout.text), time_limit_s=time_limit_s)
+            return replace(rollout, reward=checked_reward(reply))
         except EnvironmentFailedError as error:
             return f"{rollout.text[:40]!r}: {error}{error.frames}"
 
     graded: list[Graded] = []
     for key, members in groups.items():
-        rollouts = tuple(map(_rollout, members))
-        before = Group(problem_id=key[:80], prompt=prompt_text(members[0]["prompt"]), rollouts=rollouts)
-        after = await all_results([one(row, each) for row, each in zip(members, rollouts, strict=True)])
-        graded.append(Graded(int(members[0].get("step", 0)), before, tuple(after)))
+        first, rollouts = members[0][0], tuple(_rollout(row) for row, _ in members)
+        before = Group(problem_id=key[:80], prompt=prompt_text(first["prompt"]), rollouts=rollouts)
+        work = [one(problem, rollout) for (_, problem), rollout in zip(members, rollouts, strict=True)]
+        graded.append(Graded(int(first.get("step", 0)), before, tuple(await all_results(work))))
     return graded
 
 

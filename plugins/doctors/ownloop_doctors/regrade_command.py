@@ -58,7 +58,8 @@ class Regrade(OfRuns, TakesFields):
         return 0
 
     def _of_file(self, _terminal: TextIO) -> Iterator[str]:
-        from ownloop_doctors.regrade import graded_now, read_answers, regrade_rows
+        from ownloop_doctors.regrade import graded_now, regrade_rows
+        from ownloop_doctors.rows import parse_columns, problems_of_rows, read_columns
         from rl.advantages import get_advantage
         from rl.checks import named_function
 
@@ -67,12 +68,11 @@ class Regrade(OfRuns, TakesFields):
             raise ValueError(f"{option} is for runs: {self.recorded} holds no tokens to train on")
         if self.env is None:
             raise ValueError('--env is missing; for a file it is a function, as "module:function"')
-        columns = {name: column for name, _, column in (each.partition("=") for each in self.columns)}
-        if wrong := [name for name, column in columns.items() if not (name and column)]:
-            raise ValueError(f"--columns has {wrong[0]!r}; it must be like completion=output")
-        rows, function = read_answers(Path(self.recorded), columns), named_function("--env", self.env)
+        columns, said = parse_columns(self.columns)
+        rows = read_columns(Path(self.recorded), columns, ("prompt", "completion"))
+        problems = problems_of_rows(rows, named_function("--env", self.env), said)
         start = time.perf_counter()
-        graded = graded_now(regrade_rows(rows, function, _TIME_LIMIT_S))
+        graded = graded_now(regrade_rows(rows, problems, _TIME_LIMIT_S))
         yield self._heading(graded, self.env, time.perf_counter() - start)
         yield from self._lines(graded, get_advantage(self.advantage or "group_mean_std"))
 

@@ -21,8 +21,9 @@ from controller.runs.folder import RunFolder
 from controller.runs.metric_rows import is_timing
 from controller.runs.recording import read_recording
 from ownloop_doctors.one_process import gradient_cosines
-from ownloop_doctors.regrade import Graded, graded_now, read_answers, regrade, regrade_rows, write_regraded
+from ownloop_doctors.regrade import Graded, graded_now, regrade, regrade_rows, write_regraded
 from ownloop_doctors.regrade_command import Regrade, changes
+from ownloop_doctors.rows import parse_columns, problems_of_rows, read_columns
 from ownloop_tasks.guess_number import GuessNumber, HiddenNumber
 from rl.advantages import group_mean
 from rl.protocols import Done, Env
@@ -213,6 +214,12 @@ def contains(solution_str: str, ground_truth: str, extra: float = 0.0) -> float:
     return float(ground_truth in solution_str) + extra
 
 
+def _graded_rows(file: Path, *named: str) -> list[Graded]:
+    columns, said = parse_columns(named)
+    rows = read_columns(file, columns, ("prompt", "completion"))
+    return graded_now(regrade_rows(rows, problems_of_rows(rows, contains, said), 1.0))
+
+
 def test_rows_of_another_framework_are_graded_by_a_function(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,22 +228,23 @@ def test_rows_of_another_framework_are_graded_by_a_function(
             for said, old in (("2", 0.0), ("it is 2", 0.0), ("3", 1.0))]  # fmt: skip
     file = tmp_path / "4.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    columns = {"prompt": "input", "completion": "output", "solution_str": "output", "ground_truth": "gts"}
-    (graded,) = graded_now(regrade_rows(read_answers(file, {**columns, "reward": "score"}), contains, 1.0))
+    named = ("prompt=input", "completion=output", "solution_str=completion", "ground_truth=gts")
+    (graded,) = _graded_rows(file, *named, "reward=score")
     assert (graded.step, graded.group.rewards.tolist()) == (4, [1.0, 1.0, 0.0])
     assert graded.before.rewards.tolist() == [0.0, 0.0, 1.0]
-    unknown = changes(graded_now(regrade_rows(read_answers(file, columns), contains, 1.0)), group_mean)
+    unknown = changes(_graded_rows(file, *named), group_mean)
     assert (math.isnan(unknown.mean_before), unknown.mean_after, unknown.signal_after) == (True, 2 / 3, 1)
-    named = tuple(f"{name}={column}" for name, column in {**columns, "reward": "score"}.items())
-    assert Regrade(recorded=str(file), env="test_regrade:contains", columns=named, show=1).run() == 0
+    assert Regrade(recorded=str(file), env="test_regrade:contains", columns=(*named, "reward=score"), show=1).run() == 0
     told = capfd.readouterr().out.splitlines()
     assert told[0].startswith("3 rollouts of 1 step, graded in ")
     assert told[2].split() == ["all", "3", "0.333", "0.667", "3", "1", "1", "1", "0", "0", "3", "2.00"]
     assert told[3:] == ["  step 4, 1 + 1: 0 -> 1: '2'"]
     with pytest.raises(ValueError, match="the reward has a parameter 'solution_str', which not every row has"):
-        graded_now(regrade_rows(read_answers(file, {"prompt": "input", "completion": "output"}), contains, 1.0))
+        _graded_rows(file, "prompt=input", "completion=output")
     with pytest.raises(ValueError, match=r"4\.jsonl:1 has no column 'completion'; --columns completion=NAME"):
-        read_answers(file, {"prompt": "input"})
+        _graded_rows(file, "prompt=input")
+    with pytest.raises(ValueError, match="--columns has 'prompt'; it must be like"):
+        _graded_rows(file, "prompt")
     with pytest.raises(ValueError, match="--gradient is for runs"):
         Regrade(recorded=str(file), env="test_regrade:contains", gradient=1).run()
 
