@@ -26,6 +26,13 @@ NAVIGATION: Navigation = {
         "Your first loop": "docs/first_loop.md",
         "Your first environment": "docs/first_environment.md",
     },
+    "Coming from": {
+        "TRL": "docs/from_trl.md",
+        "verl": "docs/from_verl.md",
+        "prime-rl": "docs/from_prime_rl.md",
+        "Tinker": "docs/from_tinker.md",
+        "OpenRLHF": "docs/from_openrlhf.md",
+    },
     "Train": {
         "Tasks": "plugins/tasks/README.md",
         "Models": "docs/models.md",
