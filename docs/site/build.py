@@ -51,6 +51,7 @@ NAVIGATION: Navigation = {
         "Reports and loggers": "plugins/report/README.md",
         "Resume and recover": "docs/resume.md",
         "Check a model, a run, a task": "plugins/doctors/README.md",
+        "Grade rollouts again": "plugins/instruments/README.md",
         "Safety": "docs/safety.md",
         "The box for a model's code": "plugins/sandbox/README.md",
     },

@@ -20,7 +20,7 @@ KINDS = ("commands", "engines", "families", "algorithms", "observers", "generato
 
 OURS: Mapping[str, Mapping[str, str]] = {
     "agents": {"generators": "agents", "recipes": "agent_qwen3_gpu agent_smollm2_cpu"},
-    "doctors": {"commands": "check-engine check-env compare model parity regrade sweep"},
+    "doctors": {"commands": "check-engine check-env compare model parity sweep"},
     "families": {
         "families": "DeepseekV3ForCausalLM Gemma4ForCausalLM Glm4MoeForCausalLM GptOssForCausalLM Qwen3MoeForCausalLM"
         " Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM"
@@ -30,6 +30,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "hosts": "kubernetes slurm ssh workers",
         "transports": "nccl network",
     },
+    "instruments": {"commands": "regrade"},
     "megatron": {"engines": "fsdp1 megatron megatron_fsdp"},
     "plan": {"commands": "plan"},
     "report": {"commands": "report", "observers": "curves report tensorboard trackio wandb"},

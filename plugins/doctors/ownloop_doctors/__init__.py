@@ -1,1 +1,1 @@
-"""Checks for ownloop: parity, compare, sweep, regrade, check-env and check-engine."""
+"""Checks for ownloop: parity, compare, sweep, check-env and check-engine."""

@@ -20,10 +20,10 @@ from controller.runs.console import Console
 from controller.runs.folder import RunFolder
 from controller.runs.metric_rows import is_timing
 from controller.runs.recording import read_recording
-from ownloop_doctors.one_process import gradient_cosines
-from ownloop_doctors.regrade import Graded, graded_now, regrade, regrade_rows, write_regraded
-from ownloop_doctors.regrade_command import Regrade, changes
 from ownloop_doctors.rows import parse_columns, problems_of_rows, read_columns
+from ownloop_instruments.one_process import gradient_cosines
+from ownloop_instruments.regrade import Graded, graded_now, regrade, regrade_rows, write_regraded
+from ownloop_instruments.regrade_command import Regrade, changes
 from ownloop_tasks.guess_number import GuessNumber, HiddenNumber
 from rl.advantages import group_mean
 from rl.protocols import Done, Env

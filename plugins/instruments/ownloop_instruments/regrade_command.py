@@ -14,7 +14,7 @@ from controller.commands.command import OfRuns, TakesFields
 from controller.commands.output import CapturedOutput
 
 if TYPE_CHECKING:
-    from ownloop_doctors.regrade import Graded
+    from ownloop_instruments.regrade import Graded
     from rl.protocols import Env
     from rl.types import Rollout
 
@@ -58,8 +58,8 @@ class Regrade(OfRuns, TakesFields):
         return 0
 
     def _of_file(self, _terminal: TextIO) -> Iterator[str]:
-        from ownloop_doctors.regrade import graded_now, regrade_rows
         from ownloop_doctors.rows import parse_columns, problems_of_rows, read_columns
+        from ownloop_instruments.regrade import graded_now, regrade_rows
         from rl.advantages import get_advantage
         from rl.checks import named_function
 
@@ -82,7 +82,7 @@ class Regrade(OfRuns, TakesFields):
         from controller.runs.folder import began_at
         from controller.runs.models import resolve_model
         from controller.runs.recording import read_recording
-        from ownloop_doctors.regrade import graded_now, regrade, write_regraded
+        from ownloop_instruments.regrade import graded_now, regrade, write_regraded
         from rl.advantages import get_advantage
         from rl.rollouts.guard import time_limit_of
         from rl.rollouts.rendering import Renderer
@@ -102,7 +102,7 @@ class Regrade(OfRuns, TakesFields):
         default = getattr(config, "advantage", "group_mean_std")
         yield from self._lines(graded, get_advantage(self.advantage or default))
         if self.gradient is not None:
-            from ownloop_doctors.one_process import gradient_cosines
+            from ownloop_instruments.one_process import gradient_cosines
 
             yield from gradient_cosines(path, config, [each for each in graded if each.step == self.gradient])
         if self.out is not None:

@@ -11,7 +11,7 @@ import torch
 from controller.runs.checkpoints import POLICY
 from controller.runs.folder import LOOP_FILE, complete_checkpoints, read_json
 from controller.runs.models import resolve_model
-from ownloop_doctors.regrade import Graded
+from ownloop_instruments.regrade import Graded
 from rl.data.batching import plan_batch
 from rl.losses import get_loss
 from rl.rollouts.episodes import group_to_data
