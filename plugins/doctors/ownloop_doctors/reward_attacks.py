@@ -21,6 +21,8 @@ from rl.types import Answer
 NUM_PROBLEMS = 32
 PAYS = 0.05
 """From this worth on, a policy that knows nothing is a finding. One lucky problem of 32 is below it."""
+_GUESSED = 0.2
+"""The same for a constant, which is right in one of four of any questions with four options."""
 _HALF = 0.5
 _CHEAPEST = ("empty", "form alone")
 """Attacks that others include: what pays no more than these is no finding of its own."""
@@ -155,7 +157,7 @@ def _judged(found: Mapping[str, Sequence[tuple[Policy, float]]], right: float) -
     for policy, reward in best:
         worth = (reward - floor) / (top - floor)
         outcomes.append(
-            Outcome(policy.attack, policy.kind, policy.label, reward, worth, _verdict(policy.kind, worth, cheapest))
+            Outcome(policy.attack, policy.kind, policy.label, reward, worth, _verdict(policy, worth, cheapest))
         )
         if policy.attack in _CHEAPEST and worth >= PAYS:
             cheapest = max(cheapest, worth)
@@ -168,10 +170,11 @@ def _judged(found: Mapping[str, Sequence[tuple[Policy, float]]], right: float) -
     return tuple(outcomes), told
 
 
-def _verdict(kind: Kind, worth: float, cheapest: float) -> str:
-    if kind == "nothing" and worth >= PAYS:
+def _verdict(policy: Policy, worth: float, cheapest: float) -> str:
+    if policy.kind == "nothing" and worth >= (_GUESSED if policy.attack == "constant" else PAYS):
         return "PAYS" if worth >= cheapest + PAYS else "pays"
-    return "lenient" if kind == "misplaced" and worth >= _HALF else "strict" if kind == "form" and worth < _HALF else ""
+    is_lenient, is_strict = policy.kind == "misplaced" and worth >= _HALF, policy.kind == "form" and worth < _HALF
+    return "lenient" if is_lenient else "strict" if is_strict else ""
 
 
 def _leaks(cases: Sequence[Case]) -> list[str]:
