@@ -61,6 +61,7 @@ NAVIGATION: Navigation = {
         "Slurm": "plugins/hosts/docs/slurm.md",
         "Kubernetes": "plugins/hosts/docs/kubernetes.md",
         "Many GPUs": "plugins/hosts/docs/scaling.md",
+        "What fits which machine": "plugins/plan/docs/what_fits.md",
         "GPU memory": "docs/memory.md",
         "Slow steps": "docs/slow_step.md",
         "Plan a run": "plugins/plan/README.md",

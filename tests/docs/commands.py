@@ -34,13 +34,15 @@ def is_cheap(words: Sequence[str]) -> bool:
     """Whether a command only prints something, and reads no run."""
     program, *arguments = words
     shows = arguments[:1] == ["check-env"] or (arguments[0] in ("list", "show") and not _names_a_run(arguments))
-    return program.endswith("ownloop") and (shows or bool({"--help", "--version"} & {*arguments}))
+    prints = shows or bool({"--help", "--version"} & {*arguments})
+    return program.endswith("ownloop") and prints and not needs_more(arguments)
 
 
 def reads_a_run(words: Sequence[str]) -> bool:
     """Whether a command only looks at the run `runs/my-run`, or at all runs."""
     program, *arguments = words
     reads = arguments[:1] == ["runs"] or (arguments[0] in ("show", "report") and arguments[1:] == [RUN])
+    reads = reads and not needs_more(arguments)
     return reads if program.endswith("ownloop") else program.endswith("python") and arguments[1:2] == [RUN]
 
 

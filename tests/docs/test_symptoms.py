@@ -5,12 +5,12 @@ import re
 import pytest
 
 from tests.docs.commands import commands_of
-from tests.docs.pages import INSTALLED, ROOT, blocks_of, names_in_tables
+from tests.docs.pages import PLUGINS, ROOT, blocks_of, names_in_tables
 
 PAGE = ROOT / "docs" / "symptoms.md"
 ENTRIES = PAGE.read_text(encoding="utf-8").split("\n### ")[1:]
 DOCUMENTED = names_in_tables(ROOT / "docs" / "metrics.md").union(
-    *(names_in_tables(plugin / "README.md") for plugin in INSTALLED)
+    *(names_in_tables(plugin / "README.md") for plugin in PLUGINS)
 )
 
 

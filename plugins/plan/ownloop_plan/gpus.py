@@ -15,6 +15,7 @@ class GPU:
     operations: float
     memory_rate: float
     nvlink_rate: float
+    """That of PCIe, for a GPU without NVLink."""
     pcie_rate: float
     network_rate: float
     """Bytes a second of each GPU's share of its host's network."""
@@ -38,6 +39,12 @@ class GPU:
 
 
 GPUS: Mapping[str, GPU] = {
+    "rtx4090": GPU(
+        memory_gib=23.6, operations=165e12, memory_rate=1.01e12, nvlink_rate=25e9, pcie_rate=25e9, network_rate=1.2e9
+    ),
+    "l40s": GPU(
+        memory_gib=44.4, operations=362e12, memory_rate=0.86e12, nvlink_rate=25e9, pcie_rate=25e9, network_rate=12e9
+    ),
     "h100": GPU(
         memory_gib=79.2, operations=989e12, memory_rate=3.35e12, nvlink_rate=400e9, pcie_rate=50e9, network_rate=45e9
     ),

@@ -39,7 +39,7 @@ class Plan(TakesFields):
     recipe: Annotated[str, Positional, arg(metavar="RECIPE")]
     """A name that `ownloop list` shows, or a Python file's path. --field value sets a field of its configuration."""
     gpu: str = "h100"
-    """The kind of GPU: h100, h200, a100 or b200."""
+    """The kind of GPU: rtx4090, l40s, a100, h100, h200 or b200."""
     model_directory: Path | None = None
     """A directory with the model's config.json, in place of the recipe's model; no weights are needed."""
     completion_tokens: int | None = None
