@@ -33,6 +33,8 @@ _TOGETHER = {
         "tests/generator/",
         "tests/controller/loops/",
         "plugins/agents/tests/",
+        "plugins/bitwise/tests/test_generator.py",
+        "plugins/bitwise/tests/test_runs.py",
         "plugins/doctors/tests/test_attacks.py",
         "plugins/doctors/tests/test_parity.py",
         "plugins/families/tests/test_architectures.py",
@@ -52,6 +54,7 @@ _TOGETHER = {
     "trainer": (
         "tests/trainer/",
         "tests/rl/weights/test_gpu.py",
+        "plugins/bitwise/tests/test_trainer.py",
         "plugins/doctors/tests/test_contract_kit.py",
         "plugins/doctors/tests/test_engine_contract.py",
         "plugins/doctors/tests/test_sharded_engine.py",

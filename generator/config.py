@@ -135,6 +135,9 @@ class GeneratorConfig:
     head_dtype: Rare[HeadDtype | None] = None
     """Dtype of the logits' product, as `TrainerConfig.head_dtype`. "float32" widens hidden states and output projection
     of `dtype`, on the CPU at every step. None: `dtype`."""
+    numerics: Rare[str] = ""
+    """What computes in place of vLLM's kernels: an entry point of `ownloop.generators`, such as "bitwise", whose
+    log-probs are those of the trainer's engine of this name. A loop sets it by its own `numerics`."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share every matrix product; must divide the attention heads."""
     weight_transport: Rare[Annotated[WeightTransport, one_of(lambda: ("auto", *transports()), "transports")]] = "auto"

@@ -18,9 +18,9 @@ if TYPE_CHECKING:  # the imports would load vLLM
 class EnginePart:
     """Changes how a generator's engine computes. An entry point of `ownloop.generators` names a subclass.
 
-    `GeneratorConfig` names the parts of its engine by their entry points, such as `speculation.source`. The controller
-    makes a part to check it, and each rank's process makes one for its engine. A method that is not overridden changes
-    nothing.
+    `GeneratorConfig` names the parts of its engine by their entry points, in `numerics` and `speculation.source`. The
+    controller makes a part to check it, and each rank's process makes one for its engine. A method that is not
+    overridden changes nothing.
     """
 
     def __init__(self, config: "GeneratorConfig", *, has_gpu: bool) -> None:
@@ -52,9 +52,12 @@ class EnginePart:
 
 def engine_parts(config: "GeneratorConfig", *, has_gpu: bool) -> list[EnginePart]:
     """Makes the parts that a configuration names. Raises ValueError for one that no installed plug-in has."""
-    named = {} if config.speculation is None else {"Speculation.source": config.speculation.source}
+    source = "" if config.speculation is None else config.speculation.source
+    named = {"GeneratorConfig.numerics": config.numerics, "Speculation.source": source}
     parts: list[EnginePart] = []
     for field, name in named.items():
+        if not name:
+            continue
         part = find("generators", name, type[EnginePart])
         if part is None:
             raise unknown_name(field, name, named_by("generators"), "generators")

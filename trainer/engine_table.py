@@ -31,6 +31,9 @@ class EngineEntry:
     """Whether `optim_step` takes `MuonParams`: its parameters are whole matrices, or DTensors of them."""
     replays_routes: bool = False
     """Whether the layers of a mixture take the experts that `Datum.routes` names."""
+    numerics: str = ""
+    """The `GeneratorConfig.numerics` of the generators that compute bit by bit as this engine does; empty for those
+    that compute as vLLM does."""
 
 
 ENGINES: Mapping[str, EngineEntry] = {

@@ -22,6 +22,7 @@ from rl.system.hardware import without_garbage_collection
 from rl.system.timeline import report_progress
 from rl.weights.version import VersionRecords
 from trainer.config import TrainerConfig
+from trainer.engine_table import find_engine
 
 if TYPE_CHECKING:  # the imports would load torch and Monarch
     from controller.handles.store import WeightStore
@@ -136,7 +137,7 @@ class Launcher:
             self._check_pushing(name)
             _with_model(generator, model).check_model()
             check_lora(config, generator)
-            _check_head_dtypes(config, generator)
+            _check_alike(config, generator)
             self._pushed_base = check_same_base(config.lora, self._pushed_base, model)
         # Imported here, because it may load torch: other mistakes in a recipe should not have to wait for that.
         from trainer.engines.model_check import check_model
@@ -330,8 +331,19 @@ class Launcher:
             raise ValueError(f"generator of {name!r}: {pushing!r} pushes already, and only one trainer can")
 
 
-def _check_head_dtypes(trainer: TrainerConfig, generator: GeneratorConfig) -> None:
-    """Raises ValueError if one side computes logits in float32 and the other is not asked to."""
+def _check_alike(trainer: TrainerConfig, generator: GeneratorConfig) -> None:
+    """Raises ValueError if one side computes by other kernels, or logits in float32, and the other is not asked to."""
+    numerics = find_engine(trainer.engine).numerics
+    if numerics != generator.numerics:
+        raise ValueError(
+            f"TrainerConfig.engine is {trainer.engine!r} and GeneratorConfig.numerics is {generator.numerics!r}, so "
+            "that only one side computes bit by bit as the other would; a recipe's `numerics` sets both"
+        )
+    if numerics and trainer.compute_dtype != generator.dtype:
+        raise ValueError(
+            f"TrainerConfig.compute_dtype is {trainer.compute_dtype!r} and GeneratorConfig.dtype is "
+            f"{generator.dtype!r}; with numerics {numerics!r} they must be the same"
+        )
     ours, theirs = trainer.head_dtype or trainer.compute_dtype, generator.head_dtype or generator.dtype
     if ours != theirs and (trainer.head_dtype or generator.head_dtype):
         raise ValueError(

@@ -14,7 +14,7 @@ from generator.config import GeneratorConfig, LoRALimits
 from rl.advantages import Rewards, get_advantage
 from rl.algorithms.metrics import num_completion_tokens
 from rl.checks import check_known
-from rl.configuration import NotNegative, Positive, Rare, Several, configuration
+from rl.configuration import NotNegative, Positive, Rare, Several, configuration, one_of
 from rl.lora import LoRAConfig
 from rl.losses import constant_length, get_loss, sequences_alike, token_mean
 from rl.protocols import given
@@ -22,9 +22,11 @@ from rl.rollouts.episodes import check_sampled_distribution
 from rl.rollouts.guard import Environment
 from rl.types import MAX_RUN_SEED, AdamParams, Datum, Group, MuonParams, PathOrName, Placement, SamplingParams
 from trainer.config import TrainerConfig
+from trainer.engine_table import all_engines
 
 Loop: TypeAlias = Callable[[Any, RunFolder, Console], Coroutine[Any, Any, None]]
 """A loop: `train(config, folder, console)` trains a model. The processes it starts end before it does."""
+_DEFAULT_ENGINE = "torchtitan"
 Evaluated = Literal["between", "beside", "apart"]
 ABSENT = "(absent)"
 """Stands for the value of a field that one configuration lacks."""
@@ -51,6 +53,11 @@ class LoopOptions:
     generator_config: GeneratorConfig | None = None
     replays: bool = True
     samples_again: bool = False
+
+
+def _numerics() -> list[str]:
+    """The engines that a generator computes with bit by bit."""
+    return [name for name, entry in all_engines().items() if entry.numerics]
 
 
 def options_of(config: object) -> LoopOptions:
@@ -179,6 +186,9 @@ class RolloutLoopConfig(LoopConfig):
     """Answers to each held-out problem: 1 is a greedy one; several are sampled and also give pass@k."""
     held_out: Mapping[str, HeldOut] = field(default_factory=dict[str, HeldOut])
     """Further held-out sets by name, which every evaluation measures: "aime" gives the metric `eval_aime_reward`."""
+    numerics: Annotated[str, one_of(lambda: ("", *_numerics()), "engines")] = ""
+    """"bitwise": trainer and generator compute by the same kernels, so that their log-probs are equal bit by bit, on
+    CPUs. See `plugins/bitwise/README.md`. Empty: each computes with the fastest kernels that it has."""
     placement: Placement = "split"
     """Which GPUs trainers and generator use: "split" gives each its own; "colocated" gives all of them the first ones,
     and they take turns: see `docs/memory.md`. A loop that trains and samples at the same time gains nothing by it."""
@@ -208,6 +218,11 @@ class RolloutLoopConfig(LoopConfig):
                 f"evaluation is {self.evaluation!r} and placement 'colocated', so that the trainer has all GPUs then; "
                 "use evaluation 'between'"
             )
+        if self.numerics and self.trainer.engine not in (_DEFAULT_ENGINE, self.numerics):
+            raise ValueError(
+                f"trainer.engine is {self.trainer.engine!r} and numerics is {self.numerics!r}, which has its own; "
+                "leave one of the two out"
+            )
         for name in self.held_out:
             if not name.isidentifier():
                 raise ValueError(f"held_out has {name!r}; a name must have letters, digits and underscores alone")
@@ -224,7 +239,7 @@ class RolloutLoopConfig(LoopConfig):
 
     def placed(self, config: TrainerConfig) -> TrainerConfig:
         """A trainer as the loop starts it: a critic's, a teacher's, or the policy's without its adapter."""
-        return replace(config, placement=self.placement)
+        return replace(config, placement=self.placement, engine=self.numerics or config.engine)
 
     @property
     def generator_config(self) -> GeneratorConfig:
@@ -234,6 +249,7 @@ class RolloutLoopConfig(LoopConfig):
         config = replace(
             self.generator,
             placement=self.placement,
+            numerics=self.numerics,
             evaluator=self.evaluation == "apart",
             kept_sets=self.generator.kept_sets or cuts,
             routes=self.routes == "replay",

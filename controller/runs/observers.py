@@ -1,6 +1,7 @@
 """Observers: what plug-ins do with the steps of a run, beside its folder: curves, a report, dashboards.
 
-    StepLog --> Observers --> the folder, then each observer; one that raises is left out from then on
+    StepLog --> Observers --> the folder, then each observer; one that raises is left out from then on, except that
+                              `TrainingStoppedError` ends the run
 
 Some watch every run; others, as dashboards, only a run whose recipe names them in `log`.
 """
@@ -9,6 +10,7 @@ import contextlib
 import importlib.util
 from collections.abc import Callable, Generator, Mapping, Sequence
 
+from controller.processes.errors import TrainingStoppedError
 from controller.runs.folder import RunFolder
 from rl.checks import errors_of_user_code, unknown_name
 from rl.system.disk import RecordingError
@@ -20,7 +22,8 @@ class Observer:
     """Watches a run. An entry point of `ownloop.observers` names a subclass, which overrides what it wants to hear.
 
     The controller makes one for each run, and calls it in the thread of the loop. What takes long belongs into
-    `RunFolder.in_background`. Metrics have the names that `docs/metrics.md` documents.
+    `RunFolder.in_background`. `TrainingStoppedError` ends the run. Metrics have the names that `docs/metrics.md`
+    documents.
     """
 
     only_named = False
@@ -73,7 +76,7 @@ def _find(name: str) -> type[Observer]:
 
 
 class Observers:
-    """All observers of a run. One that raises is left out from then on; an error of the folder ends the run."""
+    """All observers of a run. One that raises is left out from then on; two kinds of errors end the run."""
 
     def __init__(self, names: Sequence[str], folder: RunFolder, warn: Callable[[str], None]) -> None:
         """Those that `names` has and those that watch every run. `warn` is called with a sentence if one raises.
@@ -116,7 +119,7 @@ class Observers:
     def _leaves_out(self, name: str) -> Generator[None]:
         try:
             yield
-        except RecordingError:  # a full disk is the run's problem
+        except (RecordingError, TrainingStoppedError):  # a full disk is the run's problem
             raise
         except Exception as error:
             self._observers.pop(name, None)

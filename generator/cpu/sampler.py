@@ -39,6 +39,7 @@ def patch_sampling() -> None:
     a top-p, and `return_sampling_mask` is supported on the CPU.
     """
     TopKTopPSampler.forward_cpu = _forward_cpu
+    setattr(TopKTopPSampler, "log_softmax", staticmethod(log_softmax))  # noqa: B010
     setattr(CPUModelRunner, "sample_tokens", sample_with_kept_sets)  # noqa: B010
 
 
@@ -76,23 +77,30 @@ def _forward_cpu(
     p = torch.ones(num_rows) if p is None else p
     rows = ((k < vocab_size) | (p < 1)).nonzero()[:, 0]
     if not len(rows):
-        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        logprobs = self.log_softmax(logits)
         return sample(logprobs, uniform), logprobs
     ids, kept = cut(logits if len(rows) == num_rows else logits[rows], k[rows], p[rows])
+    kept = self.log_softmax(kept, ids)
     self.kept = _as_masks(ids, kept, rows, num_rows, vocab_size)
     tokens = ids.gather(1, sample(kept, uniform[rows])[:, None])[:, 0]
     if len(rows) == num_rows:
         return tokens, logits.fill_(-torch.inf).scatter_(1, ids, kept)
-    logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+    logprobs = self.log_softmax(logits)
     all_tokens = sample(logprobs, uniform).index_copy_(0, rows, tokens)
     of_cut = torch.full((len(rows), vocab_size), -torch.inf).scatter_(1, ids, kept)
     return all_tokens, logprobs.index_copy_(0, rows, of_cut)
 
 
+def log_softmax(logits: Tensor, ids: Tensor | None = None) -> Tensor:
+    """The log-probs [n, K] of logits [n, K], the tokens' numbers being `ids`, or the columns' numbers."""
+    del ids
+    return logits.log_softmax(dim=-1, dtype=torch.float32)
+
+
 def cut(logits: Tensor, k: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     """Keeps the k [n] most probable tokens of each row of logits [n, V], and of these the fewest of probability p [n].
 
-    Returns ids [n, K], the most probable first, and their log-probs [n, K], -inf for tokens that are not kept. A token
+    Returns ids [n, K], the most probable first, and their logits [n, K], -inf for tokens that are not kept. A token
     whose logit is -inf is not kept either.
     """
     logits, ids = _most_probable(logits, int(k.max()))
@@ -101,7 +109,7 @@ def cut(logits: Tensor, k: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     before = probs.cumsum(-1).sub_(probs)
     is_cut = (before >= p[:, None]) & (p[:, None] < 1)
     is_cut[:, 0] = False
-    return ids, logits.masked_fill_(is_cut, -torch.inf).log_softmax(dim=-1, dtype=torch.float32)
+    return ids, logits.masked_fill_(is_cut, -torch.inf)
 
 
 def _most_probable(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -111,7 +119,7 @@ def _most_probable(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     (num_rows, vocab_size), num_groups = logits.shape, logits.shape[1] // _GROUP_TOKENS
     if num_groups < 2 * k:
-        return logits.topk(k, dim=-1)
+        return _highest(logits, k)
     largest = logits[:, : num_groups * _GROUP_TOKENS].view(num_rows, _GROUP_TOKENS, num_groups).amax(1)
     lowest = torch.from_numpy(np.partition(largest.numpy(), num_groups - k, axis=1)[:, num_groups - k])
     found = torch.from_numpy(np.flatnonzero((logits >= lowest[:, None].clamp(min=_LOWEST)).numpy()))
@@ -121,8 +129,14 @@ def _most_probable(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     shape = (num_rows, max(k, int(counts.max())))
     few = torch.full(shape, -torch.inf).index_put_((rows, places), logits.view(-1)[found])
     ids = torch.zeros(shape, dtype=torch.int64).index_put_((rows, places), found % vocab_size)
-    top = few.topk(k, dim=-1)
-    return top.values, ids.gather(1, top.indices)
+    values, places = _highest(few, k)
+    return values, ids.gather(1, places)
+
+
+def _highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As `logits.topk(k)`, with equal logits in the order of their columns, whatever other rows there are."""
+    values, columns = logits.sort(dim=-1, descending=True, stable=True)
+    return values[:, :k], columns[:, :k]
 
 
 def _as_masks(ids: Tensor, kept: Tensor, rows: Tensor, num_rows: int, vocab_size: int) -> SamplingMaskLists:

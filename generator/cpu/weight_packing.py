@@ -26,6 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from rl.weights.version import WeightsError
 
 _PACKS = "ownloop_packs_weight"
+_OWN_PACKING = "ownloop_own_packing"
 _LINE_BYTES = 64
 _CONFLICT_BYTES = 1 << 10
 # Larger matrices do not stay in the cache, so that a copy pays only where their rows would get into each other's way.
@@ -134,6 +135,9 @@ class _PackBesideWeight:
         With AMX, vLLM turns the bias of a packed layer to float32 and replaces the layer's own. Here the layer
         keeps its own, which the next pull loads into, and multiplies with a copy.
         """
+        if (own := vars(layer).get(_OWN_PACKING)) is not None:
+            object.__setattr__(layer, "cpu_linear", own(weight))
+            return
         bias = cast(Tensor | None, getattr(layer, "bias", None))
         stand_in = SimpleNamespace(weight=weight, bias=None if bias is None else bias.detach())
         self.original(stand_in, remove_weight=True)
@@ -179,6 +183,18 @@ def pack(layer: nn.Module, weight: Tensor) -> None:
     object.__setattr__(layer, "cpu_linear", None)  # frees the old packed copy, whose memory the new one then takes
     assert isinstance(gemm.dispatch_cpu_unquantized_gemm, _PackBesideWeight)
     gemm.dispatch_cpu_unquantized_gemm.pack(layer, weight)
+
+
+def multiply_by(layer: nn.Module, packing: Callable[[Tensor], Callable[..., Tensor]]) -> None:
+    """Makes a layer multiply by what `packing` returns for its weight, a function of (x, weight, bias), at each pull.
+
+    Does nothing for a layer that vLLM does not multiply with.
+    """
+    weight = cast(Tensor, layer.weight)
+    if "cpu_linear" in vars(layer) and weight.ndim == 2 and _multiplies(layer, weight.dtype):
+        object.__setattr__(layer, _OWN_PACKING, packing)
+        object.__setattr__(layer, _PACKS, True)
+        pack(layer, weight)
 
 
 def pack_again(layer: nn.Module, weight: Tensor) -> None:

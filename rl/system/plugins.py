@@ -20,6 +20,7 @@ KINDS = ("commands", "engines", "families", "algorithms", "observers", "generato
 
 OURS: Mapping[str, Mapping[str, str]] = {
     "agents": {"generators": "agents", "recipes": "agent_qwen3_gpu agent_smollm2_cpu"},
+    "bitwise": {"engines": "bitwise", "generators": "bitwise", "observers": "bitwise"},
     "doctors": {"commands": "check-engine check-env compare model parity sweep"},
     "families": {
         "families": "DeepseekV3ForCausalLM Gemma4ForCausalLM Glm4MoeForCausalLM GptOssForCausalLM Qwen3MoeForCausalLM"

@@ -7,7 +7,7 @@ with all. Legend: C positions of a chunk, U different tokens of their sets, k to
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,20 @@ _IMPOSSIBLE = -1e30
 """The logit of a token that was cut off: its exponential is 0, and unlike that of -inf, its product with 0 is 0."""
 
 
+class ScoreKernels(Protocol):
+    """Computes logits and their sums in another way than PyTorch. Shapes and dtypes are those of `logprobs.py`."""
+
+    def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+        """hidden [C, D] and weight [V, D] -> logits [C, V], in `out` if that is given."""
+        ...
+
+    def softmax_sums(
+        self, tokens: "ChunkTokens | None", logits: Tensor, entropy: bool, scale: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `sums_of_rows`; with `tokens`, only these have a probability."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Distribution:
     """What is done to the logits of scored pairs. FSDP casts the tensors of a model's inputs, but not these."""
@@ -31,6 +45,8 @@ class Distribution:
     """P sets. None if all stand for the whole vocabulary."""
     widened: bool = False
     """Whether logits are products in float32 of what may be in a narrower dtype (`TrainerConfig.head_dtype`)."""
+    kernels: ScoreKernels | None = None
+    """What computes the logits and their sums; None for PyTorch."""
 
     @classmethod
     def of_row(cls, row: PackedRow, device: torch.device, head_dtype: str | None) -> "Distribution":
@@ -49,6 +65,7 @@ class Distribution:
             None if self.scale is None else self.scale[where],
             None if self.kept is None else self.kept.take(where.cpu().numpy()),
             self.widened,
+            self.kernels,
         )
 
 

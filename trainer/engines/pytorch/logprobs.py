@@ -14,6 +14,7 @@ import functools
 import math
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,13 @@ from torch.distributed.tensor import DTensor
 
 from rl.sampling import KeptSets
 from trainer.engines.pytorch import distribution as on_gpu
-from trainer.engines.pytorch.distribution import MODEL_DISTRIBUTION, ChunkTokens, Distribution, local_targets
+from trainer.engines.pytorch.distribution import (
+    MODEL_DISTRIBUTION,
+    ChunkTokens,
+    Distribution,
+    ScoreKernels,
+    local_targets,
+)
 from trainer.engines.pytorch.low_rank import LowRank, own_rows
 
 
@@ -182,13 +189,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropies = torch.empty_like(lse) if entropy else None
         ctx.start_row = start_row = 0 if group is None else dist.get_rank(group) * weight.shape[0]
         ctx.key, ctx.scale, ctx.cap, kept = key, distribution.scale, cap, distribution.kept
+        ctx.kernels = kernels = distribution.kernels
         ctx.parts = None if kept is None else _parts_with_tokens(hidden, weight, kept, start_row)
         for part, tokens in ctx.parts or _parts(hidden, weight, key):
-            logits = _logits((hidden, weight, inner, b), part, tokens, cap, out=MEMORY.kept(key, part))
+            logits = _logits((hidden, weight, inner, b), part, tokens, cap, kernels, out=MEMORY.kept(key, part))
             column, here = local_targets(targets[part] - start_row, weight.shape[0], tokens)
             scale = None if ctx.scale is None else ctx.scale[part]
             chosen = logits.gather(1, column[:, None])[:, 0].to(lse.dtype) * (here if scale is None else here * scale)
-            log_sum, expected = _softmax_sums(logits, entropy, scale)
+            sums = _softmax_sums if kernels is None else partial(kernels.softmax_sums, tokens)
+            log_sum, expected = sums(logits, entropy, scale)
             lse[part] = _sum_over(group, log_sum.clone(), log=True)
             logprobs[part] = _sum_over(group, chosen) - lse[part]
             if entropies is not None and expected is not None:
@@ -209,7 +218,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for part, tokens in ctx.parts or _parts(hidden, weight, ctx.key):
             logits = MEMORY.kept(ctx.key, part)
             if logits is None:
-                logits = _logits((hidden, weight, inner, b), part, tokens, ctx.cap)
+                logits = _logits((hidden, weight, inner, b), part, tokens, ctx.cap, ctx.kernels)
             column, here = local_targets(targets[part] - ctx.start_row, weight.shape[0], tokens)
             of_entropy = None if grad_entropies is None else (grad_entropies[part], entropies[part])
             scale = None if ctx.scale is None else ctx.scale[part]
@@ -303,6 +312,7 @@ def _logits(
     part: slice,
     tokens: ChunkTokens | None,
     cap: float | None,
+    kernels: ScoreKernels | None,
     out: Tensor | None = None,
 ) -> Tensor:
     """[C, V] in the dtype of the weights, of `hidden`, `weight`, `inner` and `b`. With `tokens`, V is their number."""
@@ -310,7 +320,7 @@ def _logits(
     weight = weight if tokens is None else tokens.of_tensor(weight)
     if out is None and weight.device.type == "cpu":
         out = MEMORY.chunk(part.stop - part.start, weight, MEMORY.chunk_bytes // 4)
-    logits = torch.mm(hidden[part], weight.T, out=out)
+    logits = torch.mm(hidden[part], weight.T, out=out) if kernels is None else kernels.logits(hidden[part], weight, out)
     if inner is not None and b is not None:
         logits.addmm_(inner[part], (b if tokens is None else tokens.of_tensor(b)).T)
     if cap is not None:

@@ -6,11 +6,13 @@ checkpointing and FSDP2, to each stage of a pipeline if there is one. With one r
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from rl.data.packing import PackedRow, pack_row
+from rl.system.decoders import DecoderConfig
 from rl.system.hf_config import read_decoder_config
 from trainer.config import TrainerConfig
 from trainer.engines.base import Microbatch
@@ -29,7 +31,7 @@ class TitanEngine(TorchEngine):
 
     def __init__(self, config: TrainerConfig) -> None:
         """Builds and loads the model. Raises ValueError for a model or a layout that cannot be trained."""
-        shape = read_decoder_config(config.model)
+        shape = self._shape(config.model)
         device = choose_device()
         torch.manual_seed(config.seed)
         init_process_group(config, device)
@@ -45,6 +47,10 @@ class TitanEngine(TorchEngine):
             if pipeline is None
             else PipelinedRows(scorer, pipeline, config.num_ranks, device),
         )
+
+    def _shape(self, model: Path) -> DecoderConfig:
+        """Hook: the shape of the model in this directory, whose `spec` builds it."""
+        return read_decoder_config(model)
 
     @property
     def shares_prefixes(self) -> bool:

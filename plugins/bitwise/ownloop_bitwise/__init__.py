@@ -1,0 +1,1 @@
+"""The trainer's log-probs of sampled tokens equal the generator's, bit by bit, on CPUs."""

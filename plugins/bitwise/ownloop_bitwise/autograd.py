@@ -1,0 +1,124 @@
+"""The kernels as functions with a gradient: forward passes are the kernels', backward passes are PyTorch's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor
+
+from ownloop_bitwise import ops
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, packed: ops.Packed) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return ops.product(x, packed, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        (grad,) = grads
+        rows = grad.flatten(0, -2)
+        of_x = grad @ weight if ctx.needs_input_grad[0] else None
+        of_weight = rows.T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: ops.Packed) -> Tensor:
+    """x [..., K] -> [..., N]; `packed` is the packed weight [N, K]."""
+    y: Any = _Linear.apply(x, weight, bias, packed)
+    return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return ops.rms_norm(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # With s = 1 / sqrt(mean(x^2) + eps), u = x s and h = grad w:
+        # d/dx = s (h - u mean(h u))   and   d/dw = sum(grad u).
+        x, weight = ctx.saved_tensors
+        grad, wide = grads[0].float(), x.float()
+        scale = (wide.square().mean(-1, keepdim=True) + ctx.eps).rsqrt_()
+        unit = wide.mul_(scale) if wide is not x else wide * scale
+        of_weight = (grad * unit).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, of_weight, None
+        inner = grad * weight.float()
+        inner = inner.sub_(unit * (inner * unit).mean(-1, keepdim=True)).mul_(scale)
+        return inner.to(x.dtype), of_weight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., D] normalised, times weight [D]."""
+    y: Any = _RMSNorm.apply(x, weight, eps)
+    return y
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return ops.silu_mul(gate, up).view_as(gate)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grads[0] * up, gate), grads[0] * F.silu(gate)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, [..., D] each."""
+    y: Any = _SiluMul.apply(gate, up)
+    return y
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+        ctx.table, ctx.positions = table, positions
+        return ops.rotate(x.flatten(0, -3), table, positions).view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grad = grads[0].contiguous()
+        return ops.rotate(grad.flatten(0, -3), ctx.table, ctx.positions, inverse=True).view_as(grad), None, None
+
+
+def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """x [1, L, heads, D] at positions [L]."""
+    y: Any = _Rotate.apply(x, table, positions)
+    return y
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: ops.Sequences, scale: float, ordinary: Attention
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.ordinary = ordinary
+        k, v = k.squeeze(0).contiguous(), v.squeeze(0).contiguous()
+        return ops.attend(q.squeeze(0), k, v, sequences, scale)[None]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.ordinary(*inputs)
+        return *torch.autograd.grad(out, inputs, grads[0]), None, None, None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, sequences: ops.Sequences, scale: float, ordinary: Attention) -> Tensor:
+    """q [1, L, heads, D], k and v [1, L, groups, D] -> [1, L, heads, D]; `ordinary` computes the same in PyTorch."""
+    y: Any = _Attend.apply(q, k, v, sequences, scale, ordinary)
+    return y

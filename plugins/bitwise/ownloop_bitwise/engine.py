@@ -1,0 +1,29 @@
+"""The engine `bitwise`: torchtitan's, whose forward pass computes bit by bit what a generator of this plug-in does."""
+
+from pathlib import Path
+
+from ownloop_bitwise.library import kernels
+from ownloop_bitwise.packed import packing_layers
+from ownloop_bitwise.shape import BitwiseDecoder, read_shape
+from rl.system.decoders import DecoderConfig
+from trainer.config import TrainerConfig
+from trainer.engines.titan.engine import TitanEngine
+
+
+class BitwiseEngine(TitanEngine):
+    """One rank of a torchtitan model that computes by the kernels."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        """As `TitanEngine`. Compiles the kernels, if no process of this host has done so."""
+        kernels()
+        super().__init__(config)
+        for layer in packing_layers(self._model):
+            layer.keeps_packed = config.num_ranks == 1
+
+    def _shape(self, model: Path) -> DecoderConfig:
+        return BitwiseDecoder.of(read_shape(model))
+
+    def _refresh_compute_copies(self) -> None:
+        super()._refresh_compute_copies()
+        for layer in packing_layers(self._model):
+            layer.drop_packed()

@@ -1,0 +1,177 @@
+"""Has one vLLM engine on the CPU compute by the kernels. Written against vLLM 0.32.
+
+Everything is set on the engine's own objects, so that other engines of the process compute as before: the products of
+its layers, norms, activations, rotations, attention with its cache of keys and values, and the sampler's log-softmax
+and temperature. Scheduler, prefix cache, sampling and pulls are vLLM's and the core's.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from generator.cpu.weight_packing import multiply_by
+from ownloop_bitwise import ops
+from ownloop_bitwise.shape import inverse_frequencies
+from rl.system.decoders import DecoderConfig
+
+_GREEDY = 1e-5  # vLLM takes a lower temperature for greedy sampling
+_PLAN = "ownloop_sequences"
+_FORWARD = "_forward_method"  # what vLLM has chosen for a layer of several implementations
+
+
+def compute_bitwise(engine: LLMEngine, shape: DecoderConfig) -> None:
+    """Changes a new engine of a model of this shape. Raises ValueError for a layer that has no kernel."""
+    worker: Any = engine.model_executor.driver_worker
+    runner = getattr(worker, "worker", worker).model_runner
+    settings = engine.model_config
+    table = ops.rope_table(inverse_frequencies(shape), max(settings.max_model_len, shape.max_seq_len))
+    with set_current_vllm_config(engine.vllm_config):
+        for name, layer in list(runner.model.named_modules()):
+            _change(name, layer, table)
+    sampler = runner.sampler
+    sampler.compute_logprobs = partial(_log_softmax_of, copies=True)
+    sampler.apply_temperature = _apply_temperature
+    sampler.topk_topp_sampler.log_softmax = _log_softmax_of
+
+
+def _change(name: str, layer: Any, table: Tensor) -> None:
+    """Has one layer of the model compute by the kernels."""
+    if type(layer) is RMSNorm:
+        setattr(layer, _FORWARD, partial(_norm, layer))
+    elif type(layer) is SiluAndMul:
+        setattr(layer, _FORWARD, _silu_and_mul)
+    elif isinstance(layer, Attention):
+        _change_attention(name, layer)
+    elif isinstance(rotary := getattr(layer, "rotary_emb", None), RotaryEmbedding):
+        layer.rotary_emb = _Rotary(rotary, table)  # engines of a process share vLLM's
+    elif isinstance(getattr(layer, "weight", None), Tensor):
+        multiply_by(layer, _packing)
+
+
+def _packing(weight: Tensor) -> Callable[..., Tensor]:
+    packed = ops.Packed.of(weight)
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        del weight
+        return ops.product(x, packed, bias)
+
+    return multiply
+
+
+def _norm(layer: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """The norm of x, or of its sum with a residual, which is rounded first as the trainer's is."""
+    if residual is None:
+        return ops.rms_norm(x, layer.weight.data, layer.variance_epsilon)
+    whole = x + residual
+    return ops.rms_norm(whole, layer.weight.data, layer.variance_epsilon), whole
+
+
+def _silu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return ops.silu_mul(gate, up)
+
+
+class _Rotary(nn.Module):
+    """Rotary embeddings from the table that the trainer has. vLLM rounds its own to bfloat16."""
+
+    def __init__(self, rotary: RotaryEmbedding, table: Tensor) -> None:
+        """Raises ValueError for rotations of another kind than Llama's."""
+        super().__init__()
+        if rotary.rotary_dim != rotary.head_size or not rotary.is_neox_style or table.shape[1] != rotary.head_size:
+            raise ValueError("numerics is 'bitwise', which rotates all dimensions of a head, in halves")
+        self._table = table
+
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """[L, heads * head_size] each, or [L, heads, head_size], at positions [L]."""
+        return self._rotated(query, positions), self._rotated(key, positions)
+
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        heads = x if x.ndim == 3 else x.unflatten(-1, (-1, self._table.shape[1]))
+        return ops.rotate(heads, self._table, positions).view(x.shape)
+
+
+def _change_attention(name: str, layer: Any) -> None:
+    implementation = layer.impl
+    known = isinstance(implementation, CPUAttentionBackendImpl)
+    if (
+        not known
+        or implementation.sliding_window >= 0
+        or implementation.logits_soft_cap
+        or implementation.sinks is not None
+    ):
+        raise ValueError(f"numerics is 'bitwise', which has no kernel for the attention of {name}")
+    implementation.do_kv_cache_update = _write_cache
+    implementation.forward = partial(_attend, implementation)
+
+
+def _rows(kv_cache: Tensor) -> Tensor:
+    """The cache [blocks, groups, size, 2 * D] as rows [blocks * size, groups, 2 * D], in an order of its own."""
+    blocks, groups, size, width = kv_cache.shape
+    assert kv_cache.is_contiguous()
+    return kv_cache.view(blocks * size, groups, width)
+
+
+def _write_cache(layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Stores keys and values [L, groups, D] of the tokens at these slots."""
+    del layer
+    rows, dim, slots = _rows(kv_cache), key.shape[-1], slot_mapping
+    rows[slots, :, :dim] = key[: len(slots)]
+    rows[slots, :, dim:] = value[: len(slots)]
+
+
+def _attend(
+    implementation: Any,
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    attn_metadata: Any,
+    output: Tensor,
+    output_scale: Tensor | None = None,
+    output_block_scale: Tensor | None = None,
+) -> Tensor:
+    """As the method that it replaces: fills and returns `output` [L, heads, D], or [L, heads * D]."""
+    del layer, key, value, output_scale, output_block_scale
+    if attn_metadata is None:  # while vLLM warms up
+        return output
+    plan = vars(attn_metadata).get(_PLAN)
+    if plan is None:  # the layers of a step share it
+        plan = ops.Sequences.of_pages(
+            attn_metadata.query_start_loc, attn_metadata.seq_lens, attn_metadata.block_table, kv_cache.shape[2]
+        )
+        setattr(attn_metadata, _PLAN, plan)
+    rows, length, dim = _rows(kv_cache), attn_metadata.num_actual_tokens, implementation.head_size
+    queries = query[:length].reshape(length, -1, dim)
+    attended = ops.attend(queries, rows[..., :dim], rows[..., dim:], plan, implementation.scale)
+    output[:length].copy_(attended.view(output[:length].shape))
+    return output
+
+
+def _log_softmax_of(logits: Tensor, ids: Tensor | None = None, *, copies: bool = False) -> Tensor:
+    """Log-probs [n, K] of logits [n, K]. Of a cut, whose tokens `ids` names, the sum runs by the tokens' numbers."""
+    logits = logits.float().contiguous()
+    if ids is None:
+        lse, _ = ops.log_sum_exp_rows(logits)
+    else:
+        is_cut = logits == -torch.inf
+        order = ids.masked_fill(is_cut, torch.iinfo(ids.dtype).max).argsort(dim=1)
+        starts = torch.arange(len(logits)) * logits.shape[1]
+        lse, _ = ops.log_sum_exp(logits.gather(1, order), starts, starts + (~is_cut).sum(1))
+    return logits - lse[:, None] if copies else logits.sub_(lse[:, None])
+
+
+def _apply_temperature(logits: Tensor, temp: Tensor, all_random: bool) -> Tensor:
+    """Multiplies with the inverse, as the trainer does; vLLM divides."""
+    temp = temp if all_random else torch.where(temp < _GREEDY, 1.0, temp)
+    return logits.mul_((1 / temp)[:, None])

@@ -1,0 +1,47 @@
+"""The generator's side as a part of its engine. Imports neither torch nor vLLM, for the controller."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from generator.engine_part import EnginePart
+from ownloop_bitwise.shape import DTYPES, check_host, read_shape
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+_ONE_VALUE: Mapping[str, tuple[object, str]] = {
+    "tensor_parallel": (1, "ranks would add parts of a product; use num_replicas"),
+    "head_dtype": (None, "logits are computed in dtype"),
+    "lora": (None, "there are no kernels for adapters"),
+    "routes": (False, "there are no kernels for experts"),
+    "speculation": (None, "drafts are checked by another sampler"),
+}
+
+
+class BitwiseGenerator(EnginePart):
+    """Has vLLM compute by the kernels, as the engine `bitwise` does."""
+
+    def check(self) -> None:
+        """Raises ValueError for what has no kernels, and for a host that cannot run them."""
+        for name, (accepted, reason) in _ONE_VALUE.items():
+            if (found := getattr(self.config, name)) != accepted:
+                raise ValueError(
+                    f"GeneratorConfig.{name} is {found!r}; with numerics 'bitwise' it must be {accepted!r}: {reason}"
+                )
+        if self.config.dtype not in DTYPES:
+            raise ValueError(
+                f"GeneratorConfig.dtype is {self.config.dtype!r}; with numerics 'bitwise' it must be one of {DTYPES}"
+            )
+        if "attention_backend" in self.config.engine_args:
+            raise ValueError(
+                "GeneratorConfig.engine_args['attention_backend'] is set; with numerics 'bitwise', which brings its "
+                "own attention, it must be left out"
+            )
+        read_shape(self.config.model)
+        check_host(self.has_gpu)
+
+    def after_build(self, engine: "LLMEngine") -> None:
+        """Replaces what the engine computes with."""
+        from ownloop_bitwise.generator import compute_bitwise
+
+        compute_bitwise(engine, read_shape(self.config.model))
