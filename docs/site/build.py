@@ -25,6 +25,7 @@ NAVIGATION: Navigation = {
         "Your first run": "docs/first_run.md",
         "Your first loop": "docs/first_loop.md",
         "Your first environment": "docs/first_environment.md",
+        "Where to begin": "docs/where_to_begin.md",
     },
     "Coming from": {
         "TRL": "docs/from_trl.md",
