@@ -3,6 +3,7 @@
 DEVICE ?= cpu
 ARGS ?=
 N ?= 10
+VERSION ?=
 RECIPE ?= $(if $(filter gpu,$(DEVICE)),grpo_smollm2_gpu,grpo_smollm2_cpu)
 
 SHELL := /bin/bash
@@ -17,7 +18,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-core test-fast test-slow stress lint bench docs wheels gpu-check gpu-rehearsal lock clean
+.PHONY: help setup train test test-core test-fast test-slow stress lint bench docs wheels release gpu-check gpu-rehearsal lock clean
 
 help: ## list the targets
 	@echo 'make TARGET [DEVICE=cpu|gpu|core|pretended-gpu] [ARGS="..."] [PYTHON=python3.11]'
@@ -68,9 +69,13 @@ wheels: setup ## build the wheels of ownloop and of all plug-ins into dist/
 	@rm -rf dist
 	@for folder in . plugins/*/; do (cd "$$folder" && "$(CURDIR)/$(BIN)/python" -m hatchling build -t wheel -d "$(CURDIR)/dist") || exit 1; done
 
+release: ## check, build and tag VERSION=0.2.0 of the core and all plug-ins, in a clone; nothing is uploaded
+	@requirements/setup.sh release
+	@exec .venv-release/bin/python requirements/release.py "$(VERSION)"
+
 lock: ## resolve every pyproject.toml into requirements/*.lock again; ARGS=--upgrade takes newer versions
 	@requirements/setup.sh lock $(ARGS)
 
 clean: ## remove .venv and caches; runs/ stays
-	@rm -rf .venv .venv-core .venv-docs .site dist .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-core .venv-docs .venv-release .site dist .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,7 +2,7 @@
 # Brings .venv in line with requirements/<device>.lock, with all plug-ins:  setup.sh cpu | setup.sh gpu
 # The core alone in .venv-core, with what its tests need of cpu.lock:       setup.sh core
 # The same of gpu.lock in .venv-pretended-gpu, with a CUDA runtime that needs no GPU:  setup.sh pretended-gpu
-# What makes the site, and nothing else, in .venv-docs:                     setup.sh docs
+# What makes the site, or checks a release, in .venv-docs or .venv-release: setup.sh docs | setup.sh release
 # Resolves all pyproject.toml into the locks again:      setup.sh lock [OPTION OF uv pip compile ...]
 #
 # Does nothing when .venv is up to date. Safe to interrupt and to run again: the stamp is written last, and a .venv without
@@ -16,7 +16,7 @@ device=$1
 venv=.venv
 if [ "$1" = pretended-gpu ]; then device=gpu venv=.venv-pretended-gpu; fi
 if [ "$1" = core ]; then device=cpu venv=.venv-core; fi
-if [ "$1" = docs ]; then venv=.venv-docs; fi
+if [ "$1" = docs ] || [ "$1" = release ]; then venv=.venv-$1; fi
 lock=requirements/${device/#lock/cpu}.lock
 cuda_torch=requirements/torch-cuda.lock # in place of cpu.lock's torch, where its CPU build cannot be had
 torch_index=${OWNLOOP_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
@@ -155,7 +155,7 @@ take_lock_of_core() {
   lock=$venv/core.lock
 }
 
-case $device in cpu | gpu | docs | lock) ;; *) die "DEVICE is '$device'; it must be cpu, gpu, core or pretended-gpu" ;; esac
+case $device in cpu | gpu | docs | release | lock) ;; *) die "DEVICE is '$device'; it must be cpu, gpu, core or pretended-gpu" ;; esac
 if [ "$device" != lock ]; then
   case $(uname -sm) in
     "Linux x86_64" | "Linux aarch64") ;;
@@ -193,8 +193,10 @@ hand_pip_configuration_to_uv
 
 if [ "$device" = lock ]; then
   for each in cpu gpu; do resolve "$each" "${@:2}"; done
-  "$venv/bin/uv" pip compile --group pyproject.toml:docs --python-version 3.11 --universal --no-annotate --quiet \
-    --custom-compile-command "make lock" --output-file requirements/docs.lock "${@:2}"
+  for each in docs release; do
+    "$venv/bin/uv" pip compile --group "pyproject.toml:$each" --python-version 3.11 --universal --no-annotate --quiet \
+      --custom-compile-command "make lock" --output-file "requirements/$each.lock" "${@:2}"
+  done
   exit 0
 fi
 
@@ -202,7 +204,7 @@ rm -f "$stamp"
 packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 rm -f "$packages/ownloop-cpu.pth"
 say "2/3 packages of $lock"
-if [ "$device" = docs ]; then
+if [ "$venv" = ".venv-$device" ]; then
   quietly uv_pip sync "$lock"
   echo "$wanted" >"$stamp"
   exit 0
