@@ -81,6 +81,7 @@ NAVIGATION: Navigation = {
         "Changes": "CHANGELOG.md",
         "Contributing": "CONTRIBUTING.md",
         "Security": ".github/SECURITY.md",
+        "Conduct": ".github/CODE_OF_CONDUCT.md",
     },
 }
 """Title -> page, or a group of pages, in the order in which a person needs them."""
