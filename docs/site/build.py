@@ -26,6 +26,7 @@ NAVIGATION: Navigation = {
         "Your first loop": "docs/first_loop.md",
         "Your first environment": "docs/first_environment.md",
         "Where to begin": "docs/where_to_begin.md",
+        "Recipes": "docs/recipes.md",
     },
     "Coming from": {
         "TRL": "docs/from_trl.md",
@@ -165,6 +166,7 @@ def gather(site: Path = SITE) -> None:
             copy = target.parent / picture
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy((ROOT / page).parent / picture, copy)
+    shutil.copy(ROOT / "docs/site/wide.css", site / "pages")
     settings = settings.replace("nav = []", f"nav = {_toml(navigation)}").replace("REPOSITORY", repository)
     (site / "zensical.toml").write_text(settings, encoding="utf-8")
 
