@@ -47,6 +47,7 @@ _TOGETHER = {
         "plugins/instruments/tests/",
         "plugins/server/tests/test_openai_serving.py",
         "plugins/shelf/tests/test_distilled_runs.py",
+        "plugins/speculation/tests/test_drafted_rollouts.py",
         "plugins/tasks/tests/test_tool_calls.py",
         "plugins/tasks/tests/test_tool_loop.py",
         "plugins/vision/tests/test_image_prompts.py",

@@ -19,6 +19,7 @@ BENCHMARKS = (
     "pull_mixture",
     "generation_throughput",
     "cut_sampling",
+    "drafts",
     "inflight_updates",
     "lora",
     "gateway",

@@ -48,6 +48,7 @@ _OWN_FIELDS = {
     "enable_tower_connector_lora": "lora.vision",
     "return_sampling_mask": "kept_sets",
     "enable_return_routed_experts": "routes",
+    "speculative_config": "speculation",
 }
 _FIXED = (
     "distributed_executor_backend",
@@ -74,7 +75,6 @@ _REFUSED = {
     "quantization": "vLLM would pack the weights when it loads them, and nothing can be pulled into packed ones",
     "moe_backend": "others than 'triton', which is chosen, reorder experts in place, so that a pull leaves garbage",
     "enable_eplb": "vLLM would move experts between ranks, and a pull would bring them back to where they were",
-    "speculative_config": "drafted tokens have wrong log-probs, and a cut ends the engine",
     "kv_transfer_config": "keys and values of the old weights would come back after a pull",
     "hf_overrides": "the trainer reads config.json, so that the two would compute different models; "
     "GeneratorConfig.head_dtype sets the head's dtype",
@@ -113,7 +113,8 @@ class Speculation:
     """Drafts of coming tokens, which one step checks all at once. Which tokens are sampled stays the same."""
 
     source: Annotated[str, one_of(lambda: named_by("generators"), "generators")] = "history"
-    """Where drafts come from: the name of an entry point of `ownloop.generators`."""
+    """Where drafts come from: the name of an entry point of `ownloop.generators`. The plug-in ownloop-speculation has
+    "history", completions of the same prompt, and "ngram", the prompt and the completion itself."""
     max_draft: Annotated[int, Field(ge=1, le=64)] = 8
     """Tokens of the longest draft."""
     min_chance: UpToOne = 0.2

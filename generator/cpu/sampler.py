@@ -72,7 +72,7 @@ def _forward_cpu(
     num_rows, vocab_size = logits.shape
     uniform = torch.rand(num_rows, dtype=torch.float64)
     for row, generator in generators.items():
-        uniform[row] = _draw(generator)
+        uniform[row] = draw(generator)
     k = torch.full((num_rows,), vocab_size) if k is None else k
     p = torch.ones(num_rows) if p is None else p
     rows = ((k < vocab_size) | (p < 1)).nonzero()[:, 0]
@@ -149,7 +149,7 @@ def _as_masks(ids: Tensor, kept: Tensor, rows: Tensor, num_rows: int, vocab_size
     return SamplingMaskLists(rising[rising < vocab_size].to(torch.int32).numpy(), offsets.cumsum())
 
 
-def _draw(generator: torch.Generator) -> float:
+def draw(generator: torch.Generator) -> float:
     """A random number in [0, 1). PyTorch's generators on the CPU use 32 bits of a seed; here all 64 count."""
     drawn = int(torch.randint(1 << 62, (), generator=generator))
     key = generator.initial_seed().to_bytes(8, "little") + drawn.to_bytes(8, "little")

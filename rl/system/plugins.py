@@ -43,6 +43,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
         " vespo",
         "recipes": "distill_qwen3_gpu distill_smollm2_cpu self_distill_smollm2_cpu",
     },
+    "speculation": {"commands": "drafts", "generators": "history ngram"},
     "tasks": {
         "recipes": "calculator_qwen3_gpu code_qwen3_5_gpu gsm8k_ppo_qwen2_5_gpu gsm8k_qwen2_5_gpu gsm8k_qwen3_gpu"
         " guess_smollm2_cpu guess_smollm2_gpu math_qwen2_5_gpu math_smollm2_cpu mixture_smollm2_cpu"

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,25 @@ def test_a_wrong_value_is_named(options: dict[str, Any], message: str) -> None:
     ).split(),
 )
 def test_options_that_may_change_what_is_sampled_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"engine_args\['{name}'\] .*(must be left out|is set by the generator)"):
+    reasons = "must be left out|is set by the generator|set GeneratorConfig.speculation instead"
+    with pytest.raises(ValueError, match=rf"engine_args\['{name}'\].*({reasons})"):
         GeneratorConfig(engine_args={name: {}})
+
+
+def test_no_other_option_of_vllm_is_taken_than_those_that_were_judged() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    def is_taken(name: str) -> bool:
+        try:
+            return GeneratorConfig(engine_args={name: None}).engine_args == {name: None}
+        except ValueError:
+            return False
+
+    assert {field.name for field in fields(EngineArgs) if is_taken(field.name)} == {
+        *("attention_backend", "block_size", "disable_custom_all_reduce", "enable_chunked_prefill"),
+        *("enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "kv_cache_memory_bytes"),
+        *("max_logprobs", "max_num_batched_tokens", "seed"),
+    }
 
 
 def test_a_model_that_cannot_be_served_is_named(tmp_path: Path) -> None:

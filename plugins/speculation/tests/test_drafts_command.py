@@ -1,0 +1,61 @@
+"""`ownloop drafts` counts, over a run's recorded rollouts, what a search by hand counts."""
+
+from pathlib import Path
+
+import pytest
+
+from controller.commands.command_line import parse_command
+from controller.runs.folder import RunFolder
+from ownloop_speculation.history import History
+from ownloop_speculation.replay import Request, replay, requests_of
+from ownloop_speculation.rule import DraftRule
+from plugins.speculation.tests.drafting import Always
+from rl.types import Completion, Group, Rollout, Turn
+
+
+def turn(prompt: tuple[int, ...], tokens: tuple[int, ...]) -> Turn:
+    logprobs, versions = (-1.0,) * len(tokens), (0,) * len(tokens)
+    return Turn(
+        prompt_tokens=prompt,
+        completion=Completion(
+            tokens=tokens, logprobs=logprobs, versions=versions, text="", finish_reason="stop", temperature=1.0
+        ),
+    )
+
+
+def rollout(*turns: Turn) -> Rollout:
+    return Rollout(turns=turns, reward=0.0)
+
+
+def test_a_replay_counts_steps_and_drafts() -> None:
+    # The second answer is the first one but for its last token: after 2 tokens, 8 drafts of which the last is wrong.
+    first = tuple(range(10, 20))
+    requests = [Request((1, 2), first, 0), Request((1, 2), (*first[:-1], 30), 0)]
+    found = replay(requests, History(max_tokens=100), Always(), running=1, max_draft=8, min_chance=0.0)
+    # The first token comes with the prompt; behind it, one look finds [start, 10] and drafts 11 to 18.
+    assert (found.tokens, found.drafted, found.accepted, found.requests) == (20, 8, 8, 10 + 2)
+    rule = DraftRule()
+    rule.step, rule.row = 10.0, 1.0
+    timed = replay(requests, History(max_tokens=100), rule, running=2, max_draft=0, min_chance=0.0)
+    assert timed.seconds == 9 * 12.0
+
+
+def test_turns_are_requests_of_their_own() -> None:
+    group = Group(problem_id="p", prompt="", rollouts=(rollout(turn((1, 2), (3,)), turn((4,), (5, 6))),))
+    assert list(requests_of([group])) == [Request((1, 2), (3,), 0), Request((1, 2, 3, 4), (5, 6), 0)]
+
+
+def test_a_run_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tmp_path / "run", {})
+    with pytest.raises(ValueError, match="has recorded no rollouts"):
+        parse_command(["drafts", str(tmp_path / "run")]).run()
+    answer = tuple(range(10, 42))
+    for step in range(3):
+        folder.log_rollouts(step, [Group(problem_id="p", prompt="", rollouts=(rollout(turn((1, 2), answer)),))])
+    folder.flush()
+    capsys.readouterr()
+    assert parse_command(["drafts", str(tmp_path / "run"), "--running", "1", "--step-rows", "20"]).run() == 0
+    running, right, tokens_per_step, speed = capsys.readouterr().out.splitlines()[1].split()
+    assert (running, right) == ("1", "1.00")
+    assert 96 / (32 + 31 + 31) < float(tokens_per_step) <= 96 / (32 + 5 + 5)
+    assert 1.5 < float(speed) < 2.3

@@ -1,0 +1,143 @@
+"""What the history drafts, against a search in plain Python; and that it forgets."""
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from ownloop_speculation.history import Calibration, Draft, History
+
+PROMPT = [1, 2, 3]
+
+
+def completion(
+    history: History, name: str, tokens: Sequence[int], *, version: int = 0, prompt: Sequence[int] = ()
+) -> None:
+    """A completion from its beginning to its end."""
+    history.begin(name, prompt or PROMPT)
+    history.extend(name, tokens, version)
+    history.end(name)
+
+
+def searched(texts: Sequence[Sequence[int]], context: Sequence[int], most: int) -> list[int]:
+    """The draft, found by looking at every place of every text, the newest text last."""
+    for length in range(min(16, len(context)), 1, -1):
+        end = tuple(context[-length:])
+        found = [
+            (text, i + length)
+            for text in texts
+            for i in range(len(text) - length)
+            if tuple(text[i : i + length]) == end
+        ]
+        found = [(text, place) for text, place in found if text[place] >= 0]
+        if found:
+            break
+    else:
+        return []
+    draft: list[int] = []
+    while found and len(draft) < most:
+        following = [text[place] if place < len(text) else -1 for text, place in found]
+        guess = Counter(reversed(following)).most_common(1)[0][0]
+        if guess < 0:
+            break
+        draft.append(guess)
+        found = [(text, place + 1) for (text, place), token in zip(found, following, strict=True) if token == guess]
+    return draft
+
+
+def test_a_draft_follows_the_longest_context_that_was_seen() -> None:
+    rng, history = np.random.default_rng(0), History(max_tokens=1 << 20)
+    texts: list[list[int]] = []
+    num_found = 0
+    for number in range(60):
+        tokens = rng.integers(4, 7, rng.integers(2, 30)).tolist()
+        history.begin(str(number), PROMPT)
+        history.extend(str(number), tokens, 0)
+        draft = history.draft(str(number), 8, 0.0)
+        expected = searched([*texts, [-2, *PROMPT], [-1, *tokens]], [-1, *tokens], 8)
+        assert draft.tokens == expected
+        assert draft.chances == sorted(draft.chances, reverse=True)
+        num_found += len(expected)
+        history.end(str(number))
+        texts.append([-1, *tokens])
+    assert num_found > 200
+
+
+def test_a_sibling_that_is_ahead_is_followed_to_where_it_is() -> None:
+    history = History(max_tokens=100)
+    for name in "ab":
+        history.begin(name, PROMPT)
+    history.extend("a", [5, 6, 7, 8], 0)
+    history.extend("b", [5, 6], 0)
+    assert history.draft("b", 8, 0.0).tokens == [7, 8]
+    history.extend("a", [9], 0)
+    assert history.draft("b", 8, 0.0).tokens == [7, 8, 9]
+    assert history.draft("b", 2, 0.0).tokens == [7, 8]
+    history.begin("c", [1, 2, 4])
+    history.extend("c", [5, 6], 0)
+    assert history.draft("c", 8, 0.0).tokens == [], "another prompt"
+
+
+def test_own_drafts_come_from_prompt_and_completion_alone() -> None:
+    history = History(max_tokens=100, own_only=True)
+    completion(history, "a", [4, 5, 6, 7])
+    history.begin("b", [9, 8, 7])
+    history.extend("b", [4, 9, 8], 0)
+    assert history.draft("b", 8, 0.0).tokens == [7]
+    assert history.num_kept_tokens == 0
+
+
+def test_a_draft_ends_where_its_chance_is_too_small() -> None:
+    history = History(max_tokens=1000)
+    for number, last in enumerate((7, 7, 7, 8)):
+        completion(history, str(number), [4, 5, 6, last])
+    history.begin("x", PROMPT)
+    history.extend("x", [4, 5], 0)
+    full: Draft = history.draft("x", 8, 0.0)
+    assert full.tokens == [6, 7]
+    assert full.chances == pytest.approx([4 / 4.5, 4 / 4.5 * 3 / 4.5])
+    assert history.draft("x", 8, 0.7).tokens == [6]
+
+
+def test_chances_become_what_was_observed() -> None:
+    calibration, rng = Calibration(), np.random.default_rng(0)
+    place = calibration.of(5, 3, 0.5)
+    assert calibration.chance(place, 0.5) == 0.5
+    for hit in rng.random(2000) < 0.9:
+        calibration.observe(place, hit=bool(hit))
+    assert calibration.chance(place, 0.5) == pytest.approx(0.9, abs=0.05)
+    assert calibration.chance(calibration.of(5, 40, 0.5), 0.5) == 0.5, "of another kind nothing was seen"
+
+
+def test_the_newest_three_versions_of_a_prompt_are_kept() -> None:
+    history = History(max_tokens=10_000)
+    for version in (0, 1, 1, 4, 9):
+        completion(history, f"{version}", [10 + version, 11, 12], version=version)
+    assert history.num_kept_tokens == 4 * (2 + 1 + 1)
+    history.begin("x", PROMPT)
+    history.extend("x", [10], 9)
+    assert history.draft("x", 8, 0.0).tokens == []
+    history.extend("x", [11], 9)
+    history.end("x")
+    history.begin("y", PROMPT)
+    history.extend("y", [14], 9)
+    assert history.draft("y", 8, 0.0).tokens == [11, 12]
+
+
+def test_memory_is_bounded_and_eight_bytes_a_token() -> None:
+    history, rng, tokens = History(max_tokens=50_000), np.random.default_rng(0), list[int]()
+    for number in range(100):
+        for sample in range(8):
+            tokens = rng.integers(0, 50_000, 100).tolist()
+            completion(history, f"{number}-{sample}", tokens, prompt=[number, *range(500)])
+            assert history.num_kept_tokens <= 50_000
+    at_rest = history._at_rest  # pyright: ignore[reportPrivateUsage]
+    num_bytes = sys.getsizeof(at_rest) + sum(sys.getsizeof(key) + sys.getsizeof(kept) for key, kept in at_rest.items())
+    assert num_bytes <= 8 * 100 * 8 * len(at_rest)
+    history.begin("x", [99, *range(500)])
+    history.extend("x", tokens[:4], 0)
+    assert history.draft("x", 8, 0.0).tokens == tokens[4:12], "the newest prompts are kept"
+    history.begin("y", [0, *range(500)])
+    assert history.num_kept_tokens == len(at_rest) * 808 + 808
