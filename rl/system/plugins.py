@@ -31,7 +31,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "hosts": "kubernetes slurm ssh workers",
         "transports": "nccl network",
     },
-    "instruments": {"commands": "regrade"},
+    "instruments": {"commands": "capsule regrade"},
     "megatron": {"engines": "fsdp1 megatron megatron_fsdp"},
     "plan": {"commands": "plan"},
     "report": {"commands": "report", "observers": "curves report tensorboard trackio wandb"},

@@ -1,11 +1,11 @@
 """The trainer of a run in this process: one rank with the run's model and weights, whatever layout the run has."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from controller.runs.checkpoints import POLICY
@@ -15,11 +15,12 @@ from ownloop_instruments.regrade import Graded
 from rl.data.batching import plan_batch
 from rl.losses import get_loss
 from rl.rollouts.episodes import group_to_data
-from rl.types import Datum, Group
+from rl.types import Group
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
 
+Gradient = Mapping[str, torch.Tensor]
 _ONE_RANK = dict.fromkeys(
     ("data_parallel_shard", "data_parallel_replicate", "tensor_parallel", "context_parallel", "pipeline_parallel",
      "expert_parallel"), 1
@@ -69,31 +70,40 @@ def gradient_cosines(run: Path, config: Any, graded: Sequence[Graded]) -> Iterat
         yield f"  {name or 'all':<12} {_compared(old, new)}"
 
 
-def _gradient(engine: Engine, config: Any, groups: Sequence[Group]) -> torch.Tensor | None:
-    """[parameters] the step's gradient; None if no group has a signal."""
+def _gradient(engine: Engine, config: Any, groups: Sequence[Group]) -> Gradient:
+    """The step's gradient; empty if no group has a signal."""
     batch = [datum for group in groups for datum in group_to_data(group, config.advantage_function)]
     if not batch:
-        return None
+        return {}
     data, scale = config.normalised(batch, groups)
-    accumulate(engine, data, config.loss, config.loss_config, config.trainer.max_tokens_per_microbatch)
-    found = [parameter.grad for _, parameter in engine.hf_parameters() if parameter.grad is not None]
-    flat = torch.cat([each.detach().flatten().float().cpu() for each in found]) * scale
-    engine.zero_grad()
-    return flat
-
-
-def accumulate(engine: Engine, batch: Sequence[Datum], loss: str, options: Any, most_tokens: int) -> None:
-    """`forward_backward` of a batch, cut into micro-batches as for one rank."""
-    checked = get_loss(loss, options)
-    plan = plan_batch(batch, num_ranks=1, max_tokens_per_microbatch=most_tokens, share_prefixes=engine.shares_prefixes)
-    (microbatches,) = plan.split(checked.prepared(batch))
+    checked = get_loss(config.loss, config.loss_config)
+    plan = plan_batch(
+        batch,
+        num_ranks=1,
+        max_tokens_per_microbatch=config.trainer.max_tokens_per_microbatch,
+        share_prefixes=engine.shares_prefixes,
+    )
+    (microbatches,) = plan.split(checked.prepared(data))
     engine.forward_backward(microbatches, checked)
+    return {name: each * scale for name, each in gradient(engine).items()}
 
 
-def _compared(old: torch.Tensor | None, new: torch.Tensor | None) -> str:
-    if old is None or new is None:
-        without = [name for name, each in (("old", old), ("new", new)) if each is None]
+def gradient(engine: Engine) -> Gradient:
+    """The accumulated gradient on the CPU, by Hugging Face name; the engine has none afterwards."""
+    found = {name: p.grad.detach().float().cpu().clone() for name, p in engine.hf_parameters() if p.grad is not None}
+    engine.zero_grad()
+    return found
+
+
+def dot(one: Gradient, other: Gradient) -> float:
+    """Their inner product, in float64: a sum of so many numbers has too few digits in float32."""
+    return sum(float(each.flatten().double() @ other[name].flatten().double()) for name, each in one.items())
+
+
+def _compared(old: Gradient, new: Gradient) -> str:
+    if not old or not new:
+        without = [name for name, each in (("old", old), ("new", new)) if not each]
         return f"no gradient under the {' and the '.join(without)} rewards"
-    norms = float(old.norm()), float(new.norm())
-    cosine = float(np.clip(float(old @ new) / (norms[0] * norms[1]), -1.0, 1.0))
+    norms = math.sqrt(dot(old, old)), math.sqrt(dot(new, new))
+    cosine = min(max(dot(old, new) / (norms[0] * norms[1]), -1.0), 1.0)
     return f"cosine {cosine:+.4f}, norm {norms[0]:.4g} and {norms[1]:.4g}"
