@@ -1,7 +1,8 @@
 """Configurations of runs that continue a recorded run: resumed, forked, or trained on its rollouts.
 
     resume   the saved recipe + its options + new ones  = config.json, except for the steps still to come
-    fork     the saved recipe + its options + new ones, in a new folder that begins with a checkpoint of its parent
+    fork     the saved recipe + its options + new ones, in a new folder that begins with a checkpoint of its parent, or
+             with the weights of one
     replay   a recipe with the rollouts of another run in place of its environment and its generator
 
 A fork's folder begins with what its parent had recorded up to that step, so its curves are whole. It holds the
@@ -18,12 +19,13 @@ from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 from controller.commands.recipes import load_recipe, override
-from controller.commands.saved_recipe import RECIPE_FILE, saved_recipe
+from controller.commands.saved_recipe import PARENT_FILE, RECIPE_FILE, saved_recipe
 from controller.handles.offline import OfflineGeneratorConfig
 from controller.launching.hosts import Tell
 from controller.runs.checkpoints import check_position
 from controller.runs.folder import (
     CONFIG_FILE,
+    FIRST_WEIGHTS,
     LOOP_FILE,
     METRICS,
     ROLLOUTS,
@@ -55,7 +57,6 @@ CHANGEABLE = (
     "hosts",
 )
 """Fields that may be changed when a run is resumed."""
-PARENT_FILE = "parent.json"
 _MODELS = ("model", "teacher")
 """Fields of a loop's configuration that name models."""
 _NUM_CHECKED = 64  # completions that are decoded to check the tokenizer
@@ -202,8 +203,6 @@ def forked_folder(path: Path, config: Any, parent: Path, checkpoint: Path, optio
             f"num_steps is {num_steps}, and the checkpoint is of step {loop['step']}; --num-steps must be more"
         )
     check_position(loop, read_json(parent / CONFIG_FILE), to_json(config))
-    recipe = saved_recipe(parent)
-    added = {**recipe, "options": [*recipe["options"], *([options] if options else [])], "inputs": inputs_of(config)}
     folder = RunFolder(path, config, began=began_at(parent))
     with folder.discarded_on_failure():
         lengths: dict[str, int] = loop["lengths"]
@@ -212,8 +211,7 @@ def forked_folder(path: Path, config: Any, parent: Path, checkpoint: Path, optio
         for kind, step, file in recorded_files(parent / ROLLOUTS):
             if step <= lengths.get(f"{ROLLOUTS}/{kind}", -1):
                 _link(file, folder.rollouts / file.name)
-        write_json(folder.path / RECIPE_FILE, added, private=True)
-        write_json(folder.path / PARENT_FILE, {"run": parent.absolute(), "step": loop["step"]})
+        _write_origin(folder.path, config, parent, options, loop["step"])
         # The checkpoint comes last, and under its name only once it is whole.
         partial = folder.checkpoints / f".{checkpoint.name}"
         for file in filter(Path.is_file, checkpoint.rglob("*")):
@@ -221,6 +219,29 @@ def forked_folder(path: Path, config: Any, parent: Path, checkpoint: Path, optio
         partial.rename(folder.checkpoints / checkpoint.name)
     folder.begin_again()
     return folder
+
+
+def folder_with_weights(path: Path, config: Any, parent: Path, checkpoint: Path, options: Sequence[str]) -> RunFolder:
+    """A new run's folder at `path` that begins at step 1 with the weights of a checkpoint of the run in `parent`.
+
+    Raises ValueError if `path` cannot be used; and `RecordingError`, with no folder left, if it does not fit.
+    """
+    folder = RunFolder(path, config)
+    with folder.discarded_on_failure():
+        for file in filter(Path.is_file, checkpoint.rglob("*")):
+            _link(file, folder.path / FIRST_WEIGHTS / file.relative_to(checkpoint))
+        _write_origin(
+            folder.path, config, parent, options, read_json(checkpoint / LOOP_FILE)["step"], restore="weights"
+        )
+    return folder
+
+
+def _write_origin(path: Path, config: Any, parent: Path, options: Sequence[str], step: int, **more: str) -> None:
+    """Writes the recipe of a fork, and where it comes from."""
+    recipe = saved_recipe(parent)
+    added = {**recipe, "options": [*recipe["options"], *([options] if options else [])], "inputs": inputs_of(config)}
+    write_json(path / RECIPE_FILE, added, private=True)
+    write_json(path / PARENT_FILE, {"run": parent.absolute(), "step": step, **more})
 
 
 def _link(source: Path, target: Path) -> None:

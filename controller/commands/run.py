@@ -11,7 +11,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -47,6 +47,9 @@ class Run(OfRuns, TakesFields):
     """Begin a new run at a checkpoint of this one; every --field may be changed."""
     at: Annotated[int | None, arg(metavar="STEP")] = None
     """With --fork: the checkpoint's step. The default is the newest."""
+    restore: Literal["all", "weights"] | None = None
+    """With --fork: what of the checkpoint. "weights" begins at step 1, with a new optimizer and at the data's
+    beginning; the default is "all"."""
     profile_steps: str = ""
     """Short for --trainer.profile-steps: steps that torch's profiler records, such as 3:5."""
 
@@ -57,15 +60,16 @@ class Run(OfRuns, TakesFields):
         if not self.resume and not self.fork:
             if self.recipe is None:
                 raise ValueError("RECIPE is missing: a name that `ownloop list` shows, or a Python file's path")
-            wrong = {"--at": self.at is not None}
-            reason = "is for --resume and --fork; a recipe is run from its beginning"
+            wrong = {"--at": self.at is not None, "--restore": self.restore is not None}
+            reason = "is for --fork; a recipe is run from its beginning"
         elif self.recipe is not None:
             raise ValueError(f"unexpected argument {self.recipe}")
         else:
             wrong = {"--replay": self.replay is not None}
             reason = "is for a run of a recipe"
             if self.resume:
-                wrong = {"--name": self.name is not None, "--at": self.at is not None, **wrong}
+                wrong |= {"--name": self.name is not None, "--at": self.at is not None}
+                wrong |= {"--restore": self.restore is not None}
                 reason = f"is for a new run; --resume continues in the folder of {self.resume}"
         for option, given in wrong.items():
             if given:
@@ -110,7 +114,7 @@ class Run(OfRuns, TakesFields):
 
     def _fork(self, run: str, output: CapturedOutput) -> int:
         """Begins a new run at a checkpoint of another."""
-        from controller.commands.resume import forked_configuration, forked_folder
+        from controller.commands.resume import folder_with_weights, forked_configuration, forked_folder
         from controller.commands.saved_recipe import find_run, saved_recipe
         from controller.runs.checkpoints import checkpoint_of
 
@@ -121,7 +125,8 @@ class Run(OfRuns, TakesFields):
         loop = _loop(config)
         now = time.strftime("%Y%m%d-%H%M%S")
         name = f"{parent.name}-at-{checkpoint.name}-{now}" if self.name is None else self.name
-        folder = forked_folder(folder_named(self.runs, name), config, parent, checkpoint, self.options)
+        make = folder_with_weights if self.restore == "weights" else forked_folder
+        folder = make(folder_named(self.runs, name), config, parent, checkpoint, self.options)
         return _until_the_end(loop, config, folder, output)
 
     def _resume(self, run: str, output: CapturedOutput) -> int:

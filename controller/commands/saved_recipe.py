@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from controller.commands.recipes import recipe_files
-from controller.runs.folder import CONFIG_FILE, check_ended, complete_checkpoints, read_json, write_json
+from controller.runs.folder import CONFIG_FILE, FIRST_WEIGHTS, check_ended, complete_checkpoints, read_json, write_json
 from controller.runs.metric_rows import SCHEMA_VERSION, check_schema
 from rl.system.secret_fields import hidden_fields, hide_in_options
 
 RECIPE_FILE = "recipe.json"
+PARENT_FILE = "parent.json"
+"""Which run and step a fork began at, and whether with the weights alone."""
 
 
 def find_run(name: str, runs: Path) -> Path:
@@ -83,4 +85,8 @@ def command_of(folder: Path) -> str:
     hidden = hidden_fields(read_json(folder / CONFIG_FILE))
     options = [option for options in recipe["options"] for option in hide_in_options(options, hidden)]
     replay = ["--replay", str(recipe["replay"])] if recipe.get("replay") else []
+    parent = read_json(folder / PARENT_FILE) if (folder / FIRST_WEIGHTS).is_dir() else {}
+    if parent:
+        fork = ["--fork", parent["run"], "--at", str(parent["step"]), "--restore", "weights"]
+        return shlex.join(["ownloop", "run", *fork, *options])
     return shlex.join(["ownloop", "run", name, *replay, *options])

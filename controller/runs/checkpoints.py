@@ -21,7 +21,7 @@ from typing import Any, cast
 from controller.launching.hosts import Tell, kept
 from controller.launching.launcher import Launcher
 from controller.processes.errors import TrainingStoppedError
-from controller.runs.folder import LOOP_FILE, RunFolder, complete_checkpoints, is_checkpoint
+from controller.runs.folder import FIRST_WEIGHTS, LOOP_FILE, RunFolder, complete_checkpoints, is_checkpoint
 from controller.runs.loop_config import LoopConfig, options_of
 from controller.runs.models import resolve_model
 from controller.runs.recording import write_rollouts
@@ -147,18 +147,15 @@ class Checkpoints:
         of another model or of other trainers.
         """
         if not self.folder.resumed:
-            return 1
+            return await self._begin()
         complete = self.folder.complete_checkpoints()
         if not complete:
             self.folder.cut_back({})  # what a crash left before its first checkpoint
             self._log.resume()
             self._log.phase("there is no checkpoint yet: starting again from step 1")
-            return 1
+            return await self._begin()
         path = complete[-1]
-        loop: dict[str, Any] = read_json(path / LOOP_FILE)
-        if set(loop["trainers"]) != set(self._trainers):
-            ours, theirs = (", ".join(sorted(names)) for names in (self._trainers, loop["trainers"]))
-            raise ValueError(f"checkpoint {path} is of the trainers {theirs}; this loop has {ours}")
+        loop = self._loop_of(path)
         self._log.phase(f"going on after step {loop['step']}")
         await asyncio.gather(*(trainer.load_checkpoint(path / name) for name, trainer in self._trainers.items()))
         if moved := self.folder.cut_back(loop["lengths"]):
@@ -172,6 +169,23 @@ class Checkpoints:
         groups = {name: read_groups(path / f"{name}.parquet") for name in loop["groups"]}
         self.values, self.last_step = {**loop["values"], **groups}, loop["step"]
         return self.last_step + 1
+
+    async def _begin(self) -> int:
+        """Returns 1. Restores the weights that the run was forked with, if it was forked with weights alone."""
+        path = self.folder.path / FIRST_WEIGHTS
+        if path.is_dir():
+            self._log.phase(f"beginning with the weights of step {self._loop_of(path)['step']} of another run")
+            loads = (each.load_checkpoint(path / name, weights_only=True) for name, each in self._trainers.items())
+            await asyncio.gather(*loads)
+        return 1
+
+    def _loop_of(self, path: Path) -> dict[str, Any]:
+        """A checkpoint's first file. Raises ValueError for a checkpoint of other trainers."""
+        loop: dict[str, Any] = read_json(path / LOOP_FILE)
+        if set(loop["trainers"]) != set(self._trainers):
+            ours, theirs = (", ".join(sorted(names)) for names in (self._trainers, loop["trainers"]))
+            raise ValueError(f"checkpoint {path} is of the trainers {theirs}; this loop has {ours}")
+        return loop
 
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is due after this step, unless the run must be stopped for a reason."""

@@ -11,6 +11,7 @@
                 reward.png        see ownloop_report/plot.py
                 report.html       see controller/runs/report/
                 timeline.json     see rl/system/timeline.py
+                first_weights/    of a fork with weights alone: the checkpoint that it began with
                 checkpoints/      see controller/runs/checkpoints.py
                 model/            the trained model, in Hugging Face's format
                 logs/             the output of processes and libraries
@@ -60,6 +61,8 @@ FINISHED_FILE = "finished.json"
 """Says that the run came to its end, and of how many steps it was then."""
 FINISHED = "finished"
 """The state of a run that has come to its end."""
+FIRST_WEIGHTS = "first_weights"
+"""What a run began with that was forked with the weights of a checkpoint alone, in a checkpoint's layout."""
 LOOP_FILE = "loop.json"
 """The first file of a checkpoint: its step, and under `trainers` the names of the parts that make it complete."""
 _MIN_FREE_BYTES = 256 * 2**20

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from controller.commands.resume import forked_configuration, forked_folder, resumed_configuration
+from controller.commands.resume import folder_with_weights, forked_configuration, forked_folder, resumed_configuration
+from controller.commands.run import Run
+from controller.commands.saved_recipe import command_of
 from controller.runs.checkpoints import checkpoint_of
 from controller.runs.recording import recorded_files
+from rl.rollouts.columns import read_groups
 from rl.system.disk import OwnedFolder, RecordingError
 from tests.controller.commands.finished_runs import finished_run, in_this_process, to_the_end
 from tests.controller.commands.test_run import contents, refused
@@ -90,3 +93,32 @@ def test_what_cannot_be_forked(parent: Path, capfd: pytest.CaptureFixture[str]) 
     assert error == "error: --at is for a new run; --resume continues in the folder of a\n"
     error = refused(capfd, "run", "--fork", "a", "--at", "2", "--name", "a")
     assert error.endswith("/runs/a already holds a run; name a new folder\n")
+
+
+@pytest.mark.seconds
+def test_a_fork_with_weights_alone_begins_anew_with_them(parent: Path) -> None:
+    checkpoint, path = checkpoint_of(parent, 2), parent.parent / "weights"
+    config = forked_configuration(parent, ("--num-steps", "2"), print)
+    folder = folder_with_weights(path, config, parent, checkpoint, ("--num-steps", "2"))
+    to_the_end(config, folder)
+    rows = metric_rows(path)
+    assert [(row["step"], row["policy_version"]) for row in rows if "grad_norm" in row] == [(1, 1), (2, 2)]
+    # The evaluation before the first step is of the weights; the problems of the first step are those of a new run.
+    evaluations = [
+        {row["step"]: row["eval_reward"] for row in metric_rows(p) if "eval_reward" in row} for p in (parent, path)
+    ]
+    assert evaluations[1][0] == evaluations[0][2]
+    first, anew = (read_groups(p / "rollouts" / "step-00001.parquet") for p in (parent, path))
+    assert [group.problem_id for group in anew] == [group.problem_id for group in first]
+    assert anew != first
+    assert json.loads((path / "parent.json").read_text()) == {
+        "run": str(parent.absolute()), "step": 2, "restore": "weights"
+    }  # fmt: skip
+    assert command_of(path).startswith(f"ownloop run --fork {parent.absolute()} --at 2 --restore weights ")
+
+
+def test_restore_is_for_forks() -> None:
+    with pytest.raises(ValueError, match="--restore is for --fork; a recipe is run from its beginning"):
+        Run(recipe="grpo_smollm2_cpu", restore="weights")
+    with pytest.raises(ValueError, match="--restore is for a new run; --resume continues in the folder of a"):
+        Run(resume="a", restore="weights")
