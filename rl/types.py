@@ -57,7 +57,7 @@ class Completion:
     temperature: float = 1.0
     """0 if the tokens were sampled greedily."""
     kept: KeptSets | None = None
-    """N sets: the words that a cut (top-k, top-p, min-p) left for each token. None if nothing was cut."""
+    """N sets: the tokens that a cut (top-k, top-p, min-p) left for each token. None if nothing was cut."""
     routes: Routes | None = None
     """The experts that were chosen, of a mixture whose generator returns them (`GeneratorConfig.routes`)."""
     prompt_logprobs: tuple[float, ...] | None = None
