@@ -58,7 +58,6 @@ class WeightPublisher:
         store: Store | None = None,
         store_name: str | None = None,
         reader_timeout_s: float = 60.0,
-        full_checksums: bool = False,
     ) -> None:
         """`dtype` is the generator's. `store` defaults to a client of the TorchStore that is named `store_name`.
 
@@ -68,9 +67,7 @@ class WeightPublisher:
 
         With `auto`, a transport that cannot carry the weights gives way to the next, with a warning; a transport that
         was asked for by name fails the first push instead. A push waits at most `reader_timeout_s` for generators that
-        still read the version from two pushes ago. With `full_checksums` every push and pull covers every byte in
-        shared memory instead of samples; tensors in TorchStore are always checked in full. Raises ValueError for an
-        unknown transport.
+        still read the version from two pushes ago. Raises ValueError for an unknown transport.
         """
         check_transport("weight transport", transport)
         self._dtype = dtype
@@ -82,7 +79,6 @@ class WeightPublisher:
         self._store = store
         self._store_name = store_name
         self._reader_timeout_s = reader_timeout_s
-        self._full_checksums = full_checksums
         self._rank = own_rank()
         self._index = VersionIndex(self._get_store)
         self._shards = _Shards(self._rank)
@@ -126,7 +122,6 @@ class WeightPublisher:
             transport=self._transport,
             host=host_identity(),
             layout=self._layout,
-            full_checksums=self._full_checksums,
             frozen_id=self._frozen_id,
             policy=self._policy,
             lora=self._lora,

@@ -7,6 +7,7 @@ thread and ten descriptors; so a launcher takes the name of an ended store, whos
 """
 
 import asyncio
+import functools
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,8 +15,7 @@ from typing import Any, Protocol
 
 import torchstore
 from monarch.actor import endpoint, get_or_spawn_controller
-from torchstore.controller import Controller, StorageInfo
-from torchstore.transport.pipe import Request
+from torchstore.controller import Controller
 
 from controller.processes.errors import DeadlineError
 from controller.processes.mesh import Mesh
@@ -55,35 +55,17 @@ class AsyncController(Controller):
     Remove when TorchStore's own `Controller` can be spawned; `tests/controller/handles/test_store.py` fails then.
     """
 
-    @endpoint
-    async def get_controller_strategy(self) -> torchstore.TorchStoreStrategy:
-        """How keys are distributed over volumes."""
-        return _method(Controller.get_controller_strategy)(self)
 
-    @endpoint
-    async def locate_volumes(self, key: str) -> dict[str, StorageInfo]:
-        """The volumes that hold a key."""
-        return _method(Controller.locate_volumes)(self, key)
+def _asynchronous(method: Any) -> Any:
+    @functools.wraps(method)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
 
-    @endpoint
-    async def notify_put(self, key: str, request: Request, storage_volume_id: str) -> None:
-        """Notes that a volume holds a key."""
-        _method(Controller.notify_put)(self, key, request, storage_volume_id)
-
-    @endpoint
-    async def keys(self, prefix: str | None = None) -> list[str]:
-        """All keys, or only the ones with this `prefix`."""
-        return _method(Controller.keys)(self, prefix)
-
-    @endpoint
-    async def notify_delete(self, key: str, storage_volume_id: str) -> None:
-        """Notes that a volume no longer holds a key."""
-        _method(Controller.notify_delete)(self, key, storage_volume_id)
+    return endpoint(call)
 
 
-def _method(of_endpoint: Any) -> Any:
-    """The plain function that an `@endpoint` wraps."""
-    return of_endpoint._method
+for _name in ("get_controller_strategy", "locate_volumes", "notify_put", "keys", "notify_delete"):
+    setattr(AsyncController, _name, _asynchronous(getattr(Controller, _name)._method))
 
 
 class WeightStore:

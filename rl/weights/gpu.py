@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator, Sequence
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -44,53 +44,33 @@ _HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _READ = 0  # NVML_P2P_CAPS_INDEX_READ; pynvml's own constant is a tuple, by a slip, which its call refuses
 
 
-class MemorySharing(Protocol):
-    """How processes of one host share memory of its GPUs."""
-
-    def why_not(self) -> str:
-        """Why this process cannot take part; empty if it can."""
-        ...
-
-    def why_not_by_default(self, num_bytes: int) -> str:
-        """Why `auto` should not take `num_bytes` of this GPU's memory; empty if it may."""
-        ...
-
-    def allocate(self, begin: int, num_bytes: int) -> tuple[torch.Tensor, GPUPart]:
-        """Allocates bytes of zeros (uint8 [num_bytes]) that others can open. Raises `WeightsError`."""
-        ...
-
-    def open(self, part: GPUPart) -> torch.Tensor:
-        """The memory that another process allocated. Raises `WeightsError` if this GPU cannot reach it."""
-        ...
-
-    def close(self, memory: torch.Tensor, *, owned: bool) -> None:
-        """Frees memory that this process allocated and no other has opened, or closes memory that it opened."""
-        ...
-
-    def wait(self) -> None:
-        """Returns when everything that was queued on this process's GPU is done."""
-        ...
-
-
 class CUDASharing:
-    """Allocates past torch, whose allocator puts several tensors into one block and moves its blocks."""
+    """How processes of one host share memory of its GPUs.
+
+    It allocates past torch, whose allocator puts several tensors into one block and moves its blocks.
+    """
 
     def __init__(self, device: torch.device | None = None) -> None:
         """By default, the device is the one of this rank."""
         self._device = device or cuda.own_device()
 
     def why_not(self) -> str:
+        """Why this process cannot take part; empty if it can."""
         computes = torch.cuda.is_available() and torch.version.cuda is not None
         return "" if computes else "this process computes without CUDA"
 
     def why_not_by_default(self, num_bytes: int) -> str:
-        """A tenth of the memory is left to training, which has not taken its memory before the first push."""
+        """Why `auto` should not take `num_bytes` of this GPU's memory; empty if it may.
+
+        It may take a tenth, since training has not taken its memory before the first push.
+        """
         limit = torch.cuda.get_device_properties(self._device).total_memory // 10
         if num_bytes > limit:
             return f"two versions take {num_bytes / 1e9:.1f} GB of a GPU, more than a tenth of its memory"
         return unreachable_gpus() or self._why_not_opened()
 
     def allocate(self, begin: int, num_bytes: int) -> tuple[torch.Tensor, GPUPart]:
+        """Allocates bytes of zeros (uint8 [num_bytes]) that others can open. Raises `WeightsError`."""
         torch.cuda.empty_cache()  # what torch has cached is not free for others
         try:
             cuda.enter(self._device)
@@ -109,6 +89,7 @@ class CUDASharing:
         return memory, GPUPart(begin, num_bytes, uuid, theirs, os.getpid())
 
     def open(self, part: GPUPart) -> torch.Tensor:
+        """The memory that another process allocated. Raises `WeightsError` if this GPU cannot reach it."""
         if why_not := self.why_not():
             raise _out_of_reach(part, why_not)
         try:
@@ -118,11 +99,13 @@ class CUDASharing:
             raise _out_of_reach(part, str(error)) from error
 
     def close(self, memory: torch.Tensor, *, owned: bool) -> None:
+        """Frees memory that this process allocated and no other has opened, or closes memory that it opened."""
         self.wait()
         cuda.enter(self._device)
         cuda.call("cuMemFree" if owned else "cuIpcCloseMemHandle", memory.data_ptr())
 
     def wait(self) -> None:
+        """Returns when everything that was queued on this process's GPU is done."""
         torch.cuda.synchronize(self._device)
 
     def _why_not_opened(self) -> str:
@@ -145,28 +128,24 @@ class GPUMemory(SharedMemory):
     fallback_notice = "memory of GPUs carries the weights"
     without_gpus = "shared_memory"
 
-    def __init__(self, sharing: MemorySharing | None = None) -> None:
-        """`sharing` is CUDA's by default."""
-        self._sharing = sharing or CUDASharing()
-
     def suits(self) -> bool:
         """Only if there is CUDA."""
-        return not self._sharing.why_not()
+        return not CUDASharing().why_not()
 
     def sender(self, index: VersionIndex, *, reader_timeout_s: float, asked: bool) -> "GPUMemorySender":
-        return GPUMemorySender(index, reader_timeout_s, self._sharing, asked=asked)
+        return GPUMemorySender(index, reader_timeout_s, asked=asked)
 
     def receiver(self, broadcast: Callable[..., Any]) -> "GPUMemoryReceiver":
         del broadcast  # every rank copies by itself
-        return GPUMemoryReceiver(self._sharing)
+        return GPUMemoryReceiver()
 
 
 class GPUMemorySender(SharedMemorySender):
     """Casts this rank's shards into their places in memory of GPUs."""
 
-    def __init__(self, index: VersionIndex, reader_timeout_s: float, sharing: MemorySharing, *, asked: bool) -> None:
+    def __init__(self, index: VersionIndex, reader_timeout_s: float, *, asked: bool) -> None:
         super().__init__(index, reader_timeout_s)
-        self._sharing = sharing
+        self._sharing = CUDASharing()
         self._asked = asked
 
     def _make_buffers(self, manifest: Manifest) -> list["GPUBuffer"]:
@@ -224,12 +203,8 @@ class GPUMemorySender(SharedMemorySender):
 class GPUMemoryReceiver(SharedMemoryReceiver):
     """Opens the trainer's memory, and keeps it open."""
 
-    def __init__(self, sharing: MemorySharing) -> None:
-        super().__init__()
-        self._sharing = sharing
-
     def _map(self, location: BufferLocation) -> "GPUBuffer":
-        return GPUBuffer.open_parts(location, self._sharing)
+        return GPUBuffer.open_parts(location, CUDASharing())
 
 
 def cut(manifest: Manifest, num_parts: int) -> list[tuple[int, int]]:
@@ -248,7 +223,7 @@ def cut(manifest: Manifest, num_parts: int) -> list[tuple[int, int]]:
 class GPUBuffer(WeightBuffer):
     """A buffer whose tensors lie in parts of GPU memory."""
 
-    _sharing: MemorySharing
+    _sharing: CUDASharing
     _opened: tuple[torch.Tensor, ...] = ()
 
     @classmethod
@@ -256,7 +231,7 @@ class GPUBuffer(WeightBuffer):
         """Allocates the header and room for the checksums."""
         return cls.create(manifest[0].offset if manifest else HEADER_BYTES)
 
-    def hold(self, parts: Sequence[GPUPart], sharing: MemorySharing, own: dict[bytes, torch.Tensor]) -> None:
+    def hold(self, parts: Sequence[GPUPart], sharing: CUDASharing, own: dict[bytes, torch.Tensor]) -> None:
         """Has the tensors lie in `parts`: parts that this process allocated, by their handles, and others.
 
         Raises `WeightsError` if one cannot be opened.
@@ -274,7 +249,7 @@ class GPUBuffer(WeightBuffer):
         self.location = self.location._replace(gpu_parts=tuple(parts))
 
     @classmethod
-    def open_parts(cls, location: BufferLocation, sharing: MemorySharing) -> "GPUBuffer":
+    def open_parts(cls, location: BufferLocation, sharing: CUDASharing) -> "GPUBuffer":
         """Opens a buffer of another process. Raises `WeightsError` if it is gone, or out of this GPU's reach."""
         buffer = cls.open(location)
         try:

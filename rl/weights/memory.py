@@ -109,9 +109,8 @@ class WeightBuffer:
         """The memory that holds the tensors: all bytes, header included, unless they lie in parts of GPU memory."""
         self.begins: tuple[int, ...] = (0,)  # the offset in the manifest at which each part begins
         self._tensors: dict[TensorSpec, torch.Tensor] = {}
-        # Checksum functions, full or not, for the manifest whose checksum is `_layout`.
-        self._layout = b""
-        self._checksums: dict[bool, list[BufferChecksums]] = {}
+        self._layout = b""  # for which `_checksums` are
+        self._checksums: list[BufferChecksums] = []  # of each part
 
     @classmethod
     def create(cls, size_bytes: int) -> Self:
@@ -160,18 +159,13 @@ class WeightBuffer:
     def checksums(self, record: VersionRecord) -> tuple[int, ...]:
         """`BufferChecksums` of the buffer's content, which must have the layout of `record`."""
         if record.layout != self._layout:
-            self._layout = record.layout
-            self._checksums.clear()
-        checksums = self._checksums.get(record.full_checksums)
-        if checksums is None:
             extents: list[list[tuple[int, int]]] = [[] for _ in self.parts]
             for spec in record.manifest:
                 part = self._part_of(spec)
                 extents[part].append((spec.offset - self.begins[part], spec.nbytes))
-            checksums = [BufferChecksums(each, full=record.full_checksums) for each in extents]
-            self._checksums[record.full_checksums] = checksums
+            self._layout, self._checksums = record.layout, [BufferChecksums(each) for each in extents]
         # Parts follow each other as the manifest's tensors do.
-        return tuple(value for sums, part in zip(checksums, self.parts, strict=True) for value in sums(part))
+        return tuple(value for sums, part in zip(self._checksums, self.parts, strict=True) for value in sums(part))
 
     def check_checksums(self, record: VersionRecord) -> None:
         """Raises `WeightsError` naming the first tensor that differs from what was published."""
@@ -263,7 +257,7 @@ def is_unchanged(record: VersionRecord, sealed: Sealed, before: Sealed | None) -
     # Equal checksums of samples prove nothing, so every byte behind the header is compared.
     begins = [max(record.manifest[0].offset - begin, 0) for begin in sealed[0].begins]
     parts = zip(begins, sealed[0].parts, before[0].parts, strict=True)
-    return record.full_checksums or all(torch.equal(new[begin:], old[begin:]) for begin, new, old in parts)
+    return all(torch.equal(new[begin:], old[begin:]) for begin, new, old in parts)
 
 
 def held_version(record: VersionRecord, location: BufferLocation) -> VersionRecord | None:
@@ -313,29 +307,23 @@ _SPREAD = 40503  # 2^16 / golden ratio: samples differ in their column for any w
 class BufferChecksums:
     """Checksums of the tensors of a buffer: sums of their 64-bit words, modulo 2^64.
 
-    Full checksums cover every byte. Sampled ones cover 64 lines of 64 bytes of a tensor above 4 KiB, spread over all of
-    it so that every rank's shard is sampled; a single wrong word elsewhere goes unnoticed.
+    Of a tensor above 4 KiB they cover 64 lines of 64 bytes, spread over all of it so that every rank's shard is
+    sampled. A single wrong word elsewhere goes unnoticed.
     """
 
-    def __init__(self, extents: Sequence[tuple[int, int]], *, full: bool) -> None:
+    def __init__(self, extents: Sequence[tuple[int, int]]) -> None:
         """`extents` holds every tensor's first byte and its number of bytes."""
-        self._lines = [(offset // LINE_BYTES, -(-size // LINE_BYTES)) for offset, size in extents]
-        self._full = full
-        if not full:
-            sampled = [first + _sample(num_lines) for first, num_lines in self._lines]
-            self._sampled = torch.cat([torch.zeros(0, dtype=torch.int64), *sampled])
-            self._owners = torch.repeat_interleave(torch.tensor([len(lines) for lines in sampled], dtype=torch.int64))
+        sampled = [offset // LINE_BYTES + _sample(-(-size // LINE_BYTES)) for offset, size in extents]
+        self._sampled = torch.cat([torch.zeros(0, dtype=torch.int64), *sampled])
+        self._owners = torch.repeat_interleave(torch.tensor([len(lines) for lines in sampled], dtype=torch.int64))
+        self._num_tensors = len(sampled)
 
     def __call__(self, data: torch.Tensor) -> tuple[int, ...]:
         """The checksum of every tensor, from a buffer's bytes (uint8 [N], N a multiple of 64)."""
         lines = data.view(torch.int64).view(-1, LINE_BYTES // 8)
-        if not self._lines:
-            return ()
-        if self._full:
-            return tuple(torch.stack([lines[first : first + count].sum() for first, count in self._lines]).tolist())
         if self._sampled.device != data.device:
             self._sampled, self._owners = self._sampled.to(data.device), self._owners.to(data.device)
-        sums = torch.zeros(len(self._lines), dtype=torch.int64, device=data.device)
+        sums = torch.zeros(self._num_tensors, dtype=torch.int64, device=data.device)
         return tuple(sums.index_add_(0, self._owners, lines.index_select(0, self._sampled).sum(1)).tolist())
 
 

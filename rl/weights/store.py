@@ -190,7 +190,7 @@ class StoreSender:
         self._frozen = {record.frozen_id: {name: each for name, each in sums.items() if self._specs[name].frozen}}
         of_ranks = await asyncio.to_thread(all_gather, sums)
         checksums = tuple(add_up(of_rank.get(spec.name, 0) for of_rank in of_ranks) for spec in record.manifest)
-        record = replace(record, checksums=checksums, full_checksums=True)
+        record = replace(record, checksums=checksums)
 
         async def announce() -> None:
             await self.close(await self._index.announce(record))

@@ -129,8 +129,6 @@ class VersionRecord:
     """`host_identity()` of the publisher."""
     layout: bytes
     """`manifest_checksum` of the manifest."""
-    full_checksums: bool
-    """Whether the checksums cover every byte, or samples."""
     frozen_id: bytes = bytes(16)
     """Of a UUID. Equal in two versions only if their frozen tensors are equal, too."""
     policy: str | None = None

@@ -97,9 +97,7 @@ def publish(rank: int, folder: str) -> None:
         store=dist.FileStore(f"{folder}/ranks", 2),  # pyright: ignore[reportArgumentType]
     )
     mesh = init_device_mesh("cpu", (2,))
-    publisher = WeightPublisher(
-        torch.bfloat16, "shared_memory", store=StoreClient(f"{folder}/store"), full_checksums=True
-    )
+    publisher = WeightPublisher(torch.bfloat16, "shared_memory", store=StoreClient(f"{folder}/store"))
     version = 0
     try:
         while True:

@@ -52,7 +52,6 @@ def record(version: int) -> VersionRecord:
         transport="shared_memory",
         host=host_identity(),
         layout=manifest_checksum(MANIFEST),
-        full_checksums=False,
     )
 
 

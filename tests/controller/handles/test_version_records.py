@@ -25,7 +25,6 @@ RECORD = VersionRecord(
     transport="torchstore",
     host="",
     layout=b"",
-    full_checksums=True,
 )
 
 

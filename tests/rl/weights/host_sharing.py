@@ -12,7 +12,7 @@ from rl.weights.version import WeightsError
 
 
 class HostSharing:
-    """A `MemorySharing` whose handles are "pid/fd" of anonymous files."""
+    """In place of `CUDASharing`; its handles are "pid/fd" of anonymous files."""
 
     largest_by_default: ClassVar[int] = 1 << 40
     refused: ClassVar[bool] = False

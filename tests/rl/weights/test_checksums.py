@@ -20,10 +20,9 @@ def _buffer() -> tuple[torch.Tensor, list[tuple[int, int]]]:
     return data, extents
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_a_wrong_byte_changes_one_tensors_checksum_alone(full: bool) -> None:
+def test_a_wrong_byte_changes_one_tensors_checksum_alone() -> None:
     data, extents = _buffer()
-    checksums = BufferChecksums(extents, full=full)
+    checksums = BufferChecksums(extents)
     expected = checksums(data)
     assert expected == checksums(data.clone())
     for position in (0, 500, 1001):
@@ -33,19 +32,10 @@ def test_a_wrong_byte_changes_one_tensors_checksum_alone(full: bool) -> None:
         assert [a != b for a, b in zip(found, expected, strict=True)] == [False, True, False, False]
 
 
-def test_full_checksums_see_every_byte_sampled_ones_every_part() -> None:
+def test_checksums_see_every_part() -> None:
     data, extents = _buffer()
-    (offset, size), sampled, full = (
-        extents[3],
-        BufferChecksums(extents, full=False),
-        BufferChecksums(extents, full=True),
-    )
-    words = data.view(torch.int64)
-    assert full(data)[0] == int(words[512:520].sum())
-    for position in torch.randint(0, size, (50,), generator=torch.Generator().manual_seed(0)).tolist():
-        wrong = data.clone()
-        wrong[offset + position] ^= 1
-        assert full(wrong) != full(data)
+    offset, sampled = extents[3][0], BufferChecksums(extents)
+    assert sampled(data)[0] == int(data.view(torch.int64)[512:520].sum())
     for part in range(64):  # of as many ranks that hold rows
         wrong = data.clone()
         wrong[offset + part * 156_250 : offset + (part + 1) * 156_250] ^= 1
@@ -55,7 +45,7 @@ def test_full_checksums_see_every_byte_sampled_ones_every_part() -> None:
 @pytest.mark.parametrize("num_columns", [4096, 1024, 576, 11008])
 def test_sampled_checksums_see_every_ranks_columns(num_columns: int) -> None:
     weight = torch.zeros(512, num_columns, dtype=torch.bfloat16)
-    checksums = BufferChecksums([(0, weight.nbytes)], full=False)
+    checksums = BufferChecksums([(0, weight.nbytes)])
     width = num_columns // 8
     for rank in range(8):
         wrong = weight.clone()

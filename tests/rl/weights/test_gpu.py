@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from rl.lora import LoRAConfig
 from rl.weights import gpu
-from rl.weights.gpu import PATTERN, CUDASharing, GPUMemory, MemorySharing, cut, unreachable_gpus, why_not_opened
+from rl.weights.gpu import PATTERN, CUDASharing, GPUMemory, cut, unreachable_gpus, why_not_opened
 from rl.weights.version import PublisherGoneError, UnknownVersionError, VersionRecord, WeightsError, build_manifest
 from tests.rl import cuda_driver
 from tests.rl.weights.host_sharing import HostSharing
@@ -36,8 +36,8 @@ def weights(version: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
 
 
-def read(record: VersionRecord, sharing: MemorySharing | None = None) -> dict[str, torch.Tensor]:
-    with GPUMemory(sharing).receiver(lambda: None).open(record, None) as memory:
+def read(record: VersionRecord) -> dict[str, torch.Tensor]:
+    with GPUMemory().receiver(lambda: None).open(record, None) as memory:
         return {spec.name: memory.tensor(spec).clone() for spec in record.manifest}
 
 
@@ -55,7 +55,7 @@ def _publish_and_read(rank: int) -> None:
     gpu.CUDASharing = HostSharing  # pyright: ignore[reportAttributeAccessIssue]
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
-    publisher = WeightPublisher(torch.bfloat16, "gpu_memory", store=FakeStore(), full_checksums=True)
+    publisher = WeightPublisher(torch.bfloat16, "gpu_memory", store=FakeStore())
     records: list[Any] = [None]
     for version in (1, 2, 3):
         tensors = weights(version)

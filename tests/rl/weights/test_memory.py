@@ -37,7 +37,6 @@ def _record(buffer: WeightBuffer, version: int, push_index: int | None = None) -
         transport="shared_memory",
         host=host_identity(),
         layout=manifest_checksum(MANIFEST),
-        full_checksums=False,
         location=buffer.location,
     )
 

@@ -58,7 +58,6 @@ def send(sender: Sender, name: str, version: int, shards: Sequence[Shard] = (), 
         transport=name,
         host=host_identity(),
         layout=manifest_checksum(MANIFEST),
-        full_checksums=False,
     )
     shards = shards or [Shard(tensor_name, tensor, tensor, ()) for tensor_name, tensor in weights(version).items()]
     return asyncio.run(sender.send(replace(record, **fields), shards))[0]

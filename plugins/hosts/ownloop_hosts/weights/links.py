@@ -12,11 +12,10 @@ import math
 import os
 import socket
 import struct
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, ClassVar, NamedTuple, Self, cast
 
@@ -24,7 +23,6 @@ import torch
 
 from ownloop_hosts.weights.changes import changes_of
 from rl.system.ranks import num_ranks
-from rl.weights.memory import element_sum
 from rl.weights.shared_memory import use_one_thread
 from rl.weights.version import Manifest, Shard, WeightsError
 
@@ -194,8 +192,6 @@ class Sent:
     """What a rank has sent."""
 
     num_links: int = 0
-    sums: Counter[int] = field(default_factory=Counter[int])
-    """Of the bits of its shards, by the tensor's index, if they were wanted."""
     problem: str = ""
     """Why it could not; empty if it could."""
 
@@ -228,15 +224,14 @@ class OwnShards:
         """Lets go of the version's tensors, which may lie in memory that the trainer is about to free."""
         self._shards = {}
 
-    def send(self, route: Route, sums_wanted: bool) -> Sent:
+    def send(self, route: Route) -> Sent:
         """Sends all shards, or their changes. Raises `LinkError`."""
         wholes = [self._shards[index][0] for index in sorted(self._shards)]
         parts = [piece for whole in wholes for piece in _pieces(whole, self._manifest, self._link.part_bytes)]
         if not parts:
             return Sent()
         frozen = {index for index in self._shards if self._manifest[index].frozen}
-        # Sums are of the bytes themselves.
-        have_frozen = route.changes and self._frozen_id == self._sent_frozen_id and not sums_wanted
+        have_frozen = route.changes and self._frozen_id == self._sent_frozen_id
         self._unchanged, self._sent_frozen_id = frozen if have_frozen else set(), self._frozen_id
         trained = dict(shard for index, shard in self._shards.items() if index not in frozen)
         has_copies = self._copies.keys() == trained.keys()
@@ -245,21 +240,21 @@ class OwnShards:
             dtypes = [spec.dtype for spec in self._manifest]
             self._copies = {part: torch.empty(t.shape, dtype=dtypes[part.tensor]) for part, t in trained.items()}
         num_links = -(-LINKS // num_ranks())
-        num_bytes, sums = self._send(parts, num_links, route._replace(changes=changes), sums_wanted)
+        num_bytes = self._send(parts, num_links, route._replace(changes=changes))
         if changes and 2 * num_bytes > sum(part.nbytes(self._manifest) for part in trained):
             self._copies, self._pushes_without = {}, _TRIED_AGAIN
-        return Sent(num_links, sums)
+        return Sent(num_links)
 
-    def _send(self, parts: Sequence[Part], num_links: int, route: Route, sums_wanted: bool) -> tuple[int, Counter[int]]:
-        """Sends over links side by side. A thread more than there are links casts while the others send."""
-        links, rooms, sums = SimpleQueue[Link](), SimpleQueue[torch.Tensor](), Counter[int]()
+    def _send(self, parts: Sequence[Part], num_links: int, route: Route) -> int:
+        """Sends over links side by side, and returns how many bytes. One thread more than links casts meanwhile."""
+        links, rooms = SimpleQueue[Link](), SimpleQueue[torch.Tensor]()
         largest = max(part.nbytes(self._manifest) for part in parts)
         device = max((local.device for _, local in self._shards.values()), key=lambda device: device.type == "cuda")
 
-        def send(part: Part) -> tuple[int, int]:
+        def send(part: Part) -> int:
             room = rooms.get()
             try:
-                data, total = self._data(part, room, route.changes, sums_wanted)
+                data = self._data(part, room, route.changes)
                 link = links.get()
                 try:
                     link.send_part(part, data)
@@ -267,9 +262,8 @@ class OwnShards:
                     links.put(link)
             finally:
                 rooms.put(room)
-            return len(data), total
+            return len(data)
 
-        num_bytes = 0
         with ExitStack() as stack:
             for _ in range(num_links):
                 links.put(stack.enter_context(closing(self._link.connect(route.address, route.transfer_id))))
@@ -277,17 +271,15 @@ class OwnShards:
                 rooms.put(self._link.room(largest, device))
             threads = ThreadPoolExecutor(num_links + 1, "send", initializer=use_one_thread)
             stack.callback(threads.shutdown, cancel_futures=True)
-            for part, (sent, total) in zip(parts, threads.map(send, parts), strict=True):
-                num_bytes += sent
-                sums[part.tensor] += total
+            num_bytes = sum(threads.map(send, parts))
             for _ in range(num_links):
                 links.get().send(END)
-        return num_bytes, sums
+        return num_bytes
 
-    def _data(self, part: Part, room: torch.Tensor, changes: bool, sums_wanted: bool) -> tuple[torch.Tensor, int]:
-        """The bytes of a part that are sent (uint8 [N]), and the sum of its bits if it is wanted."""
+    def _data(self, part: Part, room: torch.Tensor, changes: bool) -> torch.Tensor:
+        """The bytes of a part that are sent (uint8 [N])."""
         if part.tensor in self._unchanged:
-            return room[:0], 0
+            return room[:0]
         dtype = self._manifest[part.tensor].dtype
         whole, local = self._shards[part.tensor]
         values, copy = _rows(local, whole, part), self._copies.get(whole)
@@ -299,7 +291,7 @@ class OwnShards:
         found = changes_of(data, bytes_of(last)) if last is not None and changes else None
         if last is not None and last is not values:
             last.copy_(values)
-        return data if found is None else found, element_sum(values) if sums_wanted else 0
+        return data if found is None else found
 
 
 def _rows(local: torch.Tensor, whole: Part, part: Part) -> torch.Tensor:

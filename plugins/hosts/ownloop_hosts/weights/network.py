@@ -30,7 +30,7 @@ from ownloop_hosts.weights.links import Link, OwnShards, Route, Sent
 from ownloop_hosts.weights.receiving_process import Received, ReceivingHost, ReceivingProcess, Transfer
 from rl.system.hardware import host_identity
 from rl.system.ranks import all_gather, own_rank
-from rl.weights.memory import BufferLocation, WeightBuffer, add_up, held_version, is_kept
+from rl.weights.memory import BufferLocation, WeightBuffer, held_version, is_kept
 from rl.weights.shared_memory import SharedMemoryReceiver
 from rl.weights.store import Store, VersionIndex, receivers_on_hosts
 from rl.weights.version import (
@@ -117,7 +117,7 @@ class NetworkSender:
         self._have_last = frozenset()
         while (route := await on_rank_0(push.next_route)) is not None:
             try:
-                sent = await asyncio.to_thread(self._shards.send, route, record.full_checksums)
+                sent = await asyncio.to_thread(self._shards.send, route)
             except Exception as error:
                 sent = Sent(problem=str(error))
             await on_rank_0(partial(push.finish, await asyncio.to_thread(all_gather, sent)))
@@ -248,9 +248,7 @@ class _Push:
         except WeightsError as error:
             problem = problem or str(error)
         if problem is None:
-            num_links, indices = sum(each.num_links for each in sent), range(len(self.record.manifest))
-            sums = tuple(add_up(each.sums[index] for each in sent) for index in indices)
-            arguments = self._id, num_links, sums if self.record.full_checksums else None
+            arguments = self._id, sum(each.num_links for each in sent)
             limit_s = self._idle_s + buffer_size(self.record.manifest) / _BYTES_PER_S
             calls = [host.call(ReceivingProcess.finish, *arguments) for host in self._chain]
             # A host that fails keeps the next one waiting.

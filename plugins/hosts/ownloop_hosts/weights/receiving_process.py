@@ -27,8 +27,8 @@ import torch
 from ownloop_hosts.weights.changes import apply_changes
 from ownloop_hosts.weights.links import END, ID_BYTES, LINK_TIMEOUT_S, Link, LinkAddress, LinkError, Part, bytes_of
 from rl.system.hardware import available_memory_bytes
-from rl.weights.memory import BufferLocation, Sealed, WeightBuffer, element_sum, is_unchanged, short_of_memory
-from rl.weights.version import VersionRecord, WeightsError, corrupted
+from rl.weights.memory import BufferLocation, Sealed, WeightBuffer, is_unchanged, short_of_memory
+from rl.weights.version import VersionRecord, WeightsError
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -126,11 +126,10 @@ class ReceivingProcess:
             buffer.begin_write(transfer.reader_timeout_s)
             self._incoming = _Incoming(transfer, buffer, known)
 
-    def finish(self, transfer_id: str, num_links: int, element_sums: tuple[int, ...] | None) -> Received:
+    def finish(self, transfer_id: str, num_links: int) -> Received:
         """Waits until everything has arrived, and makes the version visible. Raises `WeightsError`.
 
-        `num_links` is how many links the trainer's ranks made. `element_sums` has the sums of every tensor, to be
-        compared with the bytes that arrived.
+        `num_links` is how many links the trainer's ranks made.
         """
         incoming = self._incoming
         try:
@@ -140,7 +139,7 @@ class ReceivingProcess:
             with self._one_at_a_time:
                 if self._incoming is not incoming:
                     raise WeightsError("the transfer was broken off")
-                return self._seal(incoming, element_sums)
+                return self._seal(incoming)
         except BaseException:
             self.abandon(transfer_id)
             raise
@@ -199,12 +198,8 @@ class ReceivingProcess:
             memory = self._policies[record.policy] = _PolicyMemory(record, publisher)
         return memory
 
-    def _seal(self, incoming: "_Incoming", element_sums: tuple[int, ...] | None) -> Received:
+    def _seal(self, incoming: "_Incoming") -> Received:
         record, buffer = incoming.transfer.record, incoming.buffer
-        if element_sums is not None:
-            for spec, expected in zip(record.manifest, element_sums, strict=True):
-                if (found := element_sum(buffer.tensor(spec))) != expected:
-                    raise corrupted(record, spec, f"the sum of its bits is {found} instead of {expected}")
         checksums = buffer.checksums(record)
         buffer.seal(record, checksums)
         incoming.sealed = True

@@ -31,21 +31,18 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> Generator[list[QueuePair]]:
     NCCLLink.end_idle()
 
 
-def _publisher(store: FakeStore, dtype: torch.dtype = torch.float32, full_checksums: bool = False) -> WeightPublisher:
-    return WeightPublisher(dtype, "nccl", store=store, full_checksums=full_checksums)
+def _publisher(store: FakeStore, dtype: torch.dtype = torch.float32) -> WeightPublisher:
+    return WeightPublisher(dtype, "nccl", store=store)
 
 
-@pytest.mark.parametrize("full_checksums", [False, True])
-def test_pairs_bring_versions_to_every_host(
-    monkeypatch: pytest.MonkeyPatch, pairs: list[QueuePair], full_checksums: bool
-) -> None:
+def test_pairs_bring_versions_to_every_host(monkeypatch: pytest.MonkeyPatch, pairs: list[QueuePair]) -> None:
     monkeypatch.setattr("ownloop_hosts.weights.nccl._ROOM_BYTES", 1 << 20)
     monkeypatch.setattr("ownloop_hosts.weights.links.LINKS", 3)
     sent, original = list[int](), Link.send
     monkeypatch.setattr(Link, "send", lambda link, data: (sent.append(len(data)), original(link, data))[1])
     store = FakeStore()
     register(store, *(host_entry(ReceivingProcess(5.0), identity) for identity in ("h1", "h2")))
-    publisher = _publisher(store, full_checksums=full_checksums)
+    publisher = _publisher(store)
     push(publisher, 1)
     first_pairs = list(pairs)
     for version in (2, 3):
