@@ -155,8 +155,9 @@ class GeneratorConfig:
     max_model_len: PositiveInt = 2048
     """The largest number of tokens of a prompt and its completion together. A prompt that is only scored, which is to
     say with `max_tokens=1`, may fill it."""
-    max_num_seqs: PositiveInt = 32
-    """Sequences that a replica samples at the same time; further ones wait."""
+    max_num_seqs: PositiveInt | None = None
+    """Sequences that a replica samples at the same time; further ones wait. None: 32 on the CPU, where memory is taken
+    for each, and vLLM's default on a GPU: 1,024 on an H100, 256 on one of less than 70 GiB."""
     num_threads: PositiveInt = 1
     """Threads of each rank on the CPU."""
     gpus: Rare[Gpus] = None

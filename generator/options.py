@@ -20,6 +20,7 @@ CPU_KERNELS = "ownloop_cpu"
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM's CPUAttentionBackend
 _CPU_LATENT_SIZE = 576  # its CPUMLABackend
 _MIN_BATCHED_TOKENS = 2048  # vLLM's own default
+_CPU_NUM_SEQS = 32
 
 
 def generator_env(config: GeneratorConfig, *, has_gpu: bool | None = None) -> dict[str, str]:
@@ -112,6 +113,7 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
         options |= {
             "enforce_eager": True,  # compiling takes 25 s longer than it saves in an hour
             "ir_op_priority": {"rms_norm": [CPU_KERNELS], "fused_add_rms_norm": [CPU_KERNELS]},
+            "max_num_seqs": config.max_num_seqs or _CPU_NUM_SEQS,
             "kv_cache_memory_bytes": _kv_cache_bytes(config),
             "block_size": cpu_block_size(config.dtype),
             # A seeded request whose prompt is chunked crashes the engine: "CPU Generator does not use offset".
@@ -194,7 +196,7 @@ def _kv_cache_bytes(config: GeneratorConfig) -> int:
     itemsize = getattr(torch, config.dtype).itemsize
     block_size = cpu_block_size(config.dtype)
     blocks_per_sequence = -(-config.max_model_len // block_size) + 1
-    num_tokens = (config.max_num_seqs * blocks_per_sequence + 1) * block_size
+    num_tokens = ((config.max_num_seqs or _CPU_NUM_SEQS) * blocks_per_sequence + 1) * block_size
     largest = max(_head_size(model), model.get("global_head_dim") or 0)  # the latter is of Gemma 4
     per_token = _latent_size(model) if model.get("kv_lora_rank") else 2 * kv_heads * largest
     return model["num_hidden_layers"] * per_token * itemsize * num_tokens

@@ -210,6 +210,21 @@ def test_more_requests_than_places_all_finish(engine: GenerationEngine) -> None:
     assert [len(group) for group in groups] == [2] * 20
 
 
+def test_vllm_takes_the_defaults_of_its_own_llm(build_engine: EngineFactory, model: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    free = {"max_num_batched_tokens": None}  # which is set on a CPU
+    taken = build_engine(model, "float32", max_num_seqs=64, engine_args=free).llm.vllm_config.scheduler_config
+
+    def default(asks: UsageContext) -> int:
+        asked = EngineArgs(model=str(model), max_model_len=128, max_num_seqs=64, enable_chunked_prefill=False)
+        return asked.create_engine_config(asks).scheduler_config.max_num_batched_tokens
+
+    fallback = default(UsageContext.ENGINE_CONTEXT)
+    assert taken.max_num_batched_tokens == default(UsageContext.LLM_CLASS) > fallback
+
+
 def test_the_load_has_what_ran_what_waited_and_what_was_cached(engine: GenerationEngine) -> None:
     places, sampling = engine.llm.vllm_config.scheduler_config.max_num_seqs, SamplingParams(max_tokens=40, seed=0)
     engine.load.take()

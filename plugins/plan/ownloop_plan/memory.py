@@ -263,10 +263,11 @@ def generator_memory(model: ModelSize, config: GeneratorConfig, gpu: GPU, *, ver
     width = _FLOAT32 if config.dtype == "float32" else _BF16
     share = float(config.engine_args.get("gpu_memory_utilization", 0.8 if config.placement == "colocated" else 0.92))
     weights = model.numel * width // config.tensor_parallel
-    batch = max(int(config.engine_args.get("max_num_batched_tokens") or 8192), config.max_num_seqs)
+    num_seqs = config.max_num_seqs or gpu.num_seqs
+    batch = max(int(config.engine_args.get("max_num_batched_tokens") or gpu.batched_tokens), num_seqs)
     working = batch * (4 * model.decoder.dim + 2 * model.decoder.network_dim) * width
-    working += config.max_num_seqs * model.decoder.vocab_size * _FLOAT32 * 2
-    states = config.max_num_seqs * state_bytes(model, config)
+    working += num_seqs * model.decoder.vocab_size * _FLOAT32 * 2
+    states = num_seqs * state_bytes(model, config)
     room = _adapter_bytes(model, config, width)
     left = int(share * gpu.memory_bytes) - weights - working - states - room - gpu.context_bytes
     parts = {"weights": weights, "adapters": room, "working": working, "states": states, "keys and values": left}

@@ -229,7 +229,7 @@ def _generator_lines(model: ModelSize, config: GeneratorConfig, memory: Memory) 
     cached = max(0, memory.parts["keys and values"]) // max(1, cache_bytes_per_token(model, config))
     yield (
         f"  room for {cached} tokens: {cached // config.max_model_len} sequences of {config.max_model_len}"
-        f" (max_num_seqs {config.max_num_seqs})"
+        f" (max_num_seqs {config.max_num_seqs or memory.gpu.num_seqs})"
     )
     if memory.fits and not fits_sequences(model, config, memory):
         yield "  does not fit: vLLM wants room for one sequence of max_model_len"

@@ -132,7 +132,7 @@ def generate_seconds(
     States of delta rules are read and written.
     """
     per_replica = -(-work.num_sequences // generator.num_replicas)
-    batch = min(per_replica, generator.max_num_seqs)
+    batch = min(per_replica, generator.max_num_seqs or gpu.num_seqs)
     num_waves = -(-per_replica // batch)
     tensors = [(count * each.numel, each.kind) for count, layer in model.layers for each in layer]
     others = sum(numel for numel, kind in tensors if kind != "expert")
