@@ -222,9 +222,13 @@ def copy(pairs: Iterable[Pair], batch_bytes: int = 256 << 20) -> None:
         devices |= {tensor.device for pair in batch for tensor in pair if tensor.is_cuda}
         # Between GPUs the copy casts by itself, and only the result travels.
         cast = [source if to.is_cuda and source.is_cuda else source.to(to.dtype) for to, source in batch]
-        # The public way is one call of Python for each tensor; a mixture of experts has thousands.
-        copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage]
-        copy_all([destination for destination, _ in batch], cast, non_blocking=True)
+        pairs_of_kind: dict[bool, list[Pair]] = {}  # one slice of columns would make a call go tensor by tensor
+        for (to, _), source in zip(batch, cast, strict=True):
+            pairs_of_kind.setdefault(to.is_contiguous() and source.is_contiguous(), []).append((to, source))
+        for alike in pairs_of_kind.values():
+            # The public way is one call of Python for each tensor; a mixture of experts has thousands.
+            copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage]
+            copy_all([to for to, _ in alike], [source for _, source in alike], non_blocking=True)
     for device in devices:  # by name, because threads other than the engine's have another current device
         torch.cuda.synchronize(device)
 

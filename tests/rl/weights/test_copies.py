@@ -43,6 +43,14 @@ def test_gpu_logic_weights_are_cast_and_travel_together(calls: Calls) -> None:
     assert sizes == [[48, 80], [1600], [16, 32]]  # 200 bytes at a time, or one tensor that is larger
 
 
+def test_gpu_logic_a_slice_of_columns_does_not_slow_the_others(calls: Calls) -> None:
+    sources = [torch.randn(3, 8), torch.randn(3, 9)[:, :8], torch.randn(4, 8)]
+    destinations = [torch.zeros(source.shape) for source in sources]
+    shared_memory.copy(zip(destinations, sources, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(destinations, sources, strict=True))
+    assert [len(call) for call in calls] == [2, 1]
+
+
 def test_gpu_logic_a_push_from_a_gpu_takes_that_way(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     def publish() -> dict[str, torch.Tensor]:
         torch.manual_seed(0)

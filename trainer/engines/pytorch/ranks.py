@@ -1,11 +1,13 @@
 """This process as one rank of a trainer: its device, its process group and the dtypes to compute in."""
 
+import contextlib
 import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from rl.system.disk import cache_directory
 from trainer.config import TrainerConfig
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -17,7 +19,16 @@ def choose_device() -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
+    _keep_compiled_code()
     return device
+
+
+def _keep_compiled_code() -> None:
+    """Has torch compile once, and not after every reboot: by default what it compiles is in /tmp."""
+    folder = cache_directory() / "inductor"
+    with contextlib.suppress(OSError):  # the cache may be read-only
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def init_process_group(config: TrainerConfig, device: torch.device, *, alone: bool = False) -> None:

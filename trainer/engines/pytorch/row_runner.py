@@ -32,12 +32,13 @@ T = TypeVar("T")
 class FailureSync:
     """Ranks report failures to each other; otherwise they would wait in a collective that a failed rank never joins.
 
-    It costs the reduction of one number. With a single rank it does nothing.
+    It costs the reduction of one number, which the hosts do: a rank would wait for its GPU to read one there. With a
+    single rank it does nothing.
     """
 
-    def __init__(self, num_ranks: int, device: torch.device) -> None:
+    def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._failures = torch.zeros((), device=device)  # a rank that is out of memory has none for it
+        self._failures = torch.zeros(())
 
     def run(self, work: Callable[[], T]) -> T:
         """Runs `work` on every rank. If it raises on one rank, the others raise RankFailureError. A collective."""
@@ -148,7 +149,7 @@ class RowRunner(ABC):
 
     def __init__(self, num_ranks: int, device: torch.device) -> None:
         """Rows are computed on `device`; `num_ranks` are all ranks of the trainer."""
-        self.failure_sync = FailureSync(num_ranks, device)
+        self.failure_sync = FailureSync(num_ranks)
         self._num_ranks = num_ranks
         self._device = device
 
