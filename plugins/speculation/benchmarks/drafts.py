@@ -33,7 +33,7 @@ QUESTIONS = (
     "James writes a 3-page letter to 2 different friends twice a week. How many pages does he write a year?",
     "Tina makes $18.00 an hour. If she works 10 hours every day for 5 days, how much money does she make?",
 )
-CASES = {"0.6": (1, 2, 4), "0": (1, 4), "1": (1, 4, 32)}
+CASES = {"0.6": (1, 2, 4), "0": (1, 4), "1": (1, 32)}
 """Temperature -> requests that run at the same time."""
 BARS = {("0.6", 1): 1.3, ("0.6", 2): 1.3, ("0.6", 4): 1.3, ("0", 1): 1.3, ("0", 4): 1.3, ("1", 32): 0.98}
 
@@ -156,7 +156,7 @@ def timed_pass(
     """Adds one pass over all prompts to a tally: a second or more of work, whatever the number of running requests."""
     engine.load.take()
     began, cpu_began = time.perf_counter(), time.process_time()
-    found = asyncio.run(answer(engine, prompts, sampling, max(2, running), running))
+    found = asyncio.run(answer(engine, prompts, sampling, max(2, running // 2), running))
     tally.seconds += time.perf_counter() - began
     tally.cpu_seconds += time.process_time() - cpu_began
     tally.tokens += sum(len(each.tokens) for each in found)

@@ -32,10 +32,10 @@ class Drafter:
             raise ValueError(f"Speculation: {runner.model_config.model} has recurrent layers, which is not proven")
         self.history, self.rule = history, DraftRule()
         self._speculation, self._runner, self._core = speculation, runner, core
-        self._sampler = runner.rejection_sampler = ExactSampler(runner.sampler)
+        runner.rejection_sampler = ExactSampler(runner.sampler)
         self._group = get_tp_group()
         self._can_draft: dict[str, bool] = {}
-        self._metrics = dict.fromkeys(("requests", "tokens", "saved"), 0.0)
+        self._metrics = dict.fromkeys(("requests", "tokens", "drafted", "accepted", "saved"), 0.0)
         self._started = self._overhead = self._looked = 0.0
         # vLLM leaves min-p and token biases out where there are drafts, and refuses requests that ask for them.
         runner.input_batch.logitsprocs = LogitsProcessors(
@@ -50,13 +50,12 @@ class Drafter:
 
     def take_metrics(self) -> dict[str, float]:
         """See `EnginePart.take_metrics`. Empty without a step."""
-        sampler, (found, self._metrics) = self._sampler, (self._metrics, dict.fromkeys(self._metrics, 0.0))
-        drafted, accepted, sampler.num_drafted, sampler.num_accepted = sampler.num_drafted, sampler.num_accepted, 0, 0
+        found, self._metrics = self._metrics, dict.fromkeys(self._metrics, 0.0)
         if not found["requests"]:
             return {}
         return {
-            "engine_draft_tokens": float(drafted),
-            "engine_accepted_tokens": float(accepted),
+            "engine_draft_tokens": found["drafted"],
+            "engine_accepted_tokens": found["accepted"],
             "engine_tokens_per_step": found["tokens"] / found["requests"],
             "engine_draft_seconds_saved": found["saved"],
         }
@@ -68,7 +67,7 @@ class Drafter:
         del slot_mappings
         began = time.perf_counter()
         self._count(sampled, began)
-        self._follow(num_tokens, token_ids)
+        self._follow(sampled, num_tokens, token_ids)
         drafts: list[list[int]] = [[] for _ in sampled]
         if self.rule.is_worth_a_look(len(sampled)):
             looked = time.perf_counter()
@@ -91,28 +90,31 @@ class Drafter:
         num_tokens = sum(map(len, sampled))
         if rows == running + drafted:  # no prompts
             self.rule.observe_step(rows, now - self._started, checks=drafted > 0)
-        saved = self.rule.gain(running, num_tokens - running, drafted) if drafted else 0.0
+        accepted = num_tokens - running
+        saved = self.rule.gain(running, accepted, drafted) if drafted else 0.0
         if self._looked:
             self.rule.observe_look(running, saved, self._looked)
-        self._metrics["requests"] += running
-        self._metrics["tokens"] += num_tokens
-        self._metrics["saved"] += saved - self._overhead
+        values = (running, num_tokens, drafted, accepted, saved - self._overhead)
+        counts = self._metrics  # which another thread may take
+        for name, value in zip(counts, values, strict=True):
+            counts[name] += value
         self._looked = self._overhead = 0.0
 
-    def _follow(self, num_tokens: Any, token_ids: Any) -> None:
+    def _follow(self, sampled: Sequence[Sequence[int]], num_tokens: Any, token_ids: Any) -> None:
         """Tells the history what was sampled."""
         batch, history = self._runner.input_batch, self.history
         version = int(self._core.get_weight_version())
         for request in history.running.difference(batch.req_ids):
             history.end(request)
             self._can_draft.pop(request, None)
-        for row, request in enumerate(batch.req_ids):
-            num_prompt, size = int(batch.num_prompt_tokens[row]), int(num_tokens[row])
-            if request not in self._can_draft:
-                history.begin(request, token_ids[row, :num_prompt])
-                self._can_draft[request] = _can_draft(self._runner.requests[request].sampling_params)
-            new = token_ids[row, num_prompt + history.num_tokens(request) : size]
-            history.extend(request, new.tolist(), version)
+        for row, (request, new) in enumerate(zip(batch.req_ids, sampled, strict=True)):
+            if request in self._can_draft:
+                history.extend(request, new, version)
+                continue
+            num_prompt = int(batch.num_prompt_tokens[row])
+            history.begin(request, token_ids[row, :num_prompt])
+            history.extend(request, token_ids[row, num_prompt : int(num_tokens[row])].tolist(), version)
+            self._can_draft[request] = _can_draft(self._runner.requests[request].sampling_params)
 
     def _drafts(self, num_tokens: Any) -> list[list[int]]:
         batch, running = self._runner.input_batch, len(self._runner.input_batch.req_ids)

@@ -9,6 +9,7 @@ as a digest of 16 bytes.
 """
 
 import hashlib
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -58,9 +59,8 @@ class _Running:
 
     prompt: _Prompt
     key: bytes
-    tokens: Tokens
-    """`_START`, the tokens so far, and room for more."""
-    size: int = 1
+    tokens: "array[int]" = field(default_factory=lambda: array("i", [_START]))
+    """`_START` and the tokens so far. It cannot grow while there is a view of it."""
     version: int = 0
     """That of the weights which sampled the last token."""
     guesses: list[tuple[int, tuple[int, int, int]]] = field(default_factory=list[tuple[int, tuple[int, int, int]]])
@@ -123,22 +123,18 @@ class History:
             past = np.frombuffer(self._at_rest.pop(key, b""), dtype=np.int32)
             self._num_at_rest -= len(past)
             self._prompts[key] = _Prompt(np.concatenate(([_PROMPT], tokens), dtype=np.int32), past)
-        buffer = np.full(64, _START, dtype=np.int32)
-        self._running[request] = run = _Running(self._prompts[key], key, buffer)
+        self._running[request] = run = _Running(self._prompts[key], key)
         run.prompt.running.append(run)
 
     def num_tokens(self, request: str) -> int:
         """Tokens of a completion so far."""
-        return self._running[request].size - 1
+        return len(self._running[request].tokens) - 1
 
     def extend(self, request: str, tokens: Sequence[int], version: int) -> None:
         """Appends tokens that were sampled, by this version of the weights."""
         run = self._running[request]
         run.version = version
-        if run.size + len(tokens) > len(run.tokens):
-            run.tokens = np.concatenate((run.tokens, np.empty(len(run.tokens) + len(tokens), dtype=np.int32)))
-        run.tokens[run.size : run.size + len(tokens)] = tokens
-        run.size += len(tokens)
+        run.tokens.extend(tokens)
         run.prompt.text = None
         for (guess, place), token in zip(run.guesses, tokens, strict=False):
             self._calibration.observe(place, hit=guess == token)
@@ -154,7 +150,7 @@ class History:
         prompt.text = None
         if not self._own_only:
             run.tokens[0] = -1 - run.version
-            prompt.past = _newest(np.concatenate((prompt.past, run.tokens[: run.size])))
+            prompt.past = _newest(np.concatenate((prompt.past, np.frombuffer(run.tokens, dtype=np.int32))))
         if not prompt.running:
             del self._prompts[run.key]
             if len(prompt.past):
@@ -168,7 +164,7 @@ class History:
         run = self._running[request]
         if run.prompt.text is None:
             run.prompt.text = _text_of(run.prompt)
-        text, context = run.prompt.text, run.tokens[max(0, run.size - _LONGEST) : run.size]
+        text, context = run.prompt.text, np.array(run.tokens[-_LONGEST:], dtype=np.int32)
         places, length = _find(text, context)
         draft, chance = Draft([], []), 1.0
         run.guesses = []
@@ -192,7 +188,7 @@ class History:
 
 def _text_of(prompt: _Prompt) -> Tokens:
     """Everything that a context may occur in, the newest last. It ends with a start, so that every token has a next."""
-    running = (run.tokens[: run.size] for run in prompt.running)
+    running = (np.frombuffer(run.tokens, dtype=np.int32) for run in prompt.running)
     return np.concatenate((np.maximum(prompt.past, _START), prompt.tokens, *running, [_START]), dtype=np.int32)
 
 

@@ -38,9 +38,6 @@ class ExactSampler(torch.nn.Module):
         """`sampler` samples steps without drafts."""
         super().__init__()
         self.sampler = sampler
-        self.num_drafted = 0
-        """Drafts that were checked since the owner set it to 0."""
-        self.num_accepted = 0
 
     def forward(
         self, metadata: SpecDecodeMetadata, draft_probs: Tensor | None, logits: Tensor, sampling: SamplingMetadata
@@ -56,7 +53,7 @@ class ExactSampler(torch.nn.Module):
         logits = logits.to(torch.float32)
         if _changes_logits(sampling):  # of requests that are never drafted for (`Drafter`), so they have one row
             logits[rows.first] = self.sampler.apply_logits_processors(logits[rows.first], sampling, False)
-        before = {request: generator.get_state() for request, generator in sampling.generators.items()}
+        before = {i: each.get_state() for i, each in sampling.generators.items() if metadata.num_draft_tokens[i]}
         cutter: Any = self.sampler.topk_topp_sampler
         cutter.kept = None  # of the whole step
         sampled, logprobs = self.sampler.sample(logits, rows.repeat(sampling))
@@ -68,8 +65,6 @@ class ExactSampler(torch.nn.Module):
                 draw(sampling.generators[request])
         if cutter.kept is not None:
             cutter.kept = _counted_masks(cutter.kept, counts.numpy(), num_tokens.numpy())
-        self.num_drafted += int((metadata.draft_token_ids >= 0).sum())
-        self.num_accepted += int(num_tokens.sum()) - len(num_tokens)
         width = metadata.max_spec_len + 1
         places = rows.owners * width + rows.depth
         tokens = torch.full((len(num_tokens), width), -1, dtype=torch.int32)
