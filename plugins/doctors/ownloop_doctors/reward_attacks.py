@@ -19,6 +19,7 @@ from rl.rollouts.guard import EnvironmentFailedError, call_environment
 from rl.types import Answer
 
 NUM_PROBLEMS = 32
+_MOST_S = 120.0
 PAYS = 0.05
 """From this worth on, a policy that knows nothing is a finding. One lucky problem of 32 is below it."""
 _GUESSED = 0.2
@@ -74,12 +75,12 @@ class AttackReport:
 
 
 async def attack_reward(problems: Sequence[Problem], time_limit_s: float, best: float) -> AttackReport:
-    """Plays all attacks on these problems. A call may take `time_limit_s`, and all of them six times that or a minute.
+    """Plays all attacks on these problems. A call may take `time_limit_s`; after two minutes no further one is begun.
 
     `best` is the highest reward, for problems whose right answers are not known.
     """
     cases, notes, findings = cases_of(problems), list[str](), list[str]()
-    deadline = time.perf_counter() + max(6 * time_limit_s, 60.0)
+    deadline = time.perf_counter() + _MOST_S
     form = await _form(cases, time_limit_s)
     right = Policy(
         "right answer", "reference", f"in the form {form!r}", lambda c: c.in_form(c.core, form) if c.core else None
