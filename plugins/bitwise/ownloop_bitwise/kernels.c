@@ -3,7 +3,8 @@
 // Every output is one chain of fused multiply-adds over k = 0, 1, ..., or a sum of 16 lanes by one fixed tree. All
 // arithmetic is IEEE float32, so AVX-512, AVX2, NEON and plain C give the same bits: the width W of a vector decides
 // how many outputs are computed side by side, never the order within one. bfloat16 is widened exactly and rounded once,
-// to nearest even, at the end. Compile with -ffp-contract=off and without -ffast-math.
+// to nearest even, at the end. With AVX512_BF16 alone, products of bfloat16 have other bits: an instruction multiplies
+// pairs there, and rounds in its own way. Compile with -ffp-contract=off and without -ffast-math.
 //
 // Legend: M rows, N outputs and K inputs of a product; H heads of dimension D in G groups of keys and values.
 #include <math.h>
@@ -30,6 +31,7 @@
 #define LANES 16
 #define PARTS (LANES / W)
 #define INLINE static inline __attribute__((always_inline))
+#define UNUSED __attribute__((unused))
 
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
@@ -159,7 +161,7 @@ void pack(const void *w, uint32_t *out, long N, long K, int is_bf16) {
     }                                                                                                                  \
     for (int r = 0; r < R; r++) put(sum + r * NR, a[r]), put(sum + r * NR + W, b[r]);                                  \
   }                                                                                                                    \
-  static void run_bf16_##R(const float *x, long sx, const uint32_t *panel, long K, float *sum) {                       \
+  UNUSED static void run_bf16_##R(const float *x, long sx, const uint32_t *panel, long K, float *sum) {                \
     vf a[R], b[R];                                                                                                     \
     for (int r = 0; r < R; r++) a[r] = at(sum + r * NR), b[r] = at(sum + r * NR + W);                                  \
     for (long k = 0; k < K; k++) {                                                                                     \
@@ -174,6 +176,28 @@ void pack(const void *w, uint32_t *out, long N, long K, int is_bf16) {
     }                                                                                                                  \
     for (int r = 0; r < R; r++) put(sum + r * NR, a[r]), put(sum + r * NR + W, b[r]);                                  \
   }
+// The same of pairs of bfloat16, which one instruction multiplies and adds to the sum, in an order of its own.
+#ifdef __AVX512BF16__
+#define DOTS 1
+#define DOT(R)                                                                                                         \
+  static void run_dot_##R(const void *x, long sx, const uint32_t *panel, long K, float *sum) {                         \
+    __m512 a[R], b[R];                                                                                                 \
+    for (int r = 0; r < R; r++) a[r] = (__m512)at(sum + r * NR), b[r] = (__m512)at(sum + r * NR + W);                  \
+    for (long k = 0; k < K; k++) {                                                                                     \
+      __m512bh w0 = (__m512bh)at((const float *)panel + k * NR), w1 = (__m512bh)at((const float *)panel + k * NR + W); \
+      for (int r = 0; r < R; r++) {                                                                                    \
+        __m512bh v = (__m512bh)_mm512_set1_epi32(((const int32_t *)x)[r * sx + k]);                                    \
+        a[r] = _mm512_dpbf16_ps(a[r], v, w0), b[r] = _mm512_dpbf16_ps(b[r], v, w1);                                    \
+      }                                                                                                                \
+    }                                                                                                                  \
+    for (int r = 0; r < R; r++) put(sum + r * NR, (vf)a[r]), put(sum + r * NR + W, (vf)b[r]);                          \
+  }
+DOT(1) DOT(2) DOT(4) DOT(8) DOT(12)
+#define RUN_BF16(R, ...) run_dot_##R(__VA_ARGS__)
+#else
+#define DOTS 0
+#define RUN_BF16(R, ...) run_bf16_##R(__VA_ARGS__)
+#endif
 RUN(1) RUN(2) RUN(4)
 #if MR == 12
 RUN(8) RUN(12)
@@ -184,7 +208,11 @@ RUN(8)
 #endif
 
 static long run(const float *x, long sx, const uint32_t *panel, long K, float *sum, long rows, int is_bf16) {
-#define TRY(R) if (rows >= R) { (is_bf16 ? run_bf16_##R : run_f32_##R)(x, sx, panel, K, sum); return R; }
+#define TRY(R)                                                                                                         \
+  if (rows >= R) {                                                                                                     \
+    if (is_bf16) RUN_BF16(R, x, sx, panel, K, sum); else run_f32_##R(x, sx, panel, K, sum);                            \
+    return R;                                                                                                          \
+  }
 #if MR == 12
   TRY(12) TRY(8)
 #elif MR == 6
@@ -198,17 +226,24 @@ static long run(const float *x, long sx, const uint32_t *panel, long K, float *s
 
 void product(const void *x, const uint32_t *w, const void *bias, void *y, long M, long N, long K, int is_bf16) {
   const long ROWS = 96, STEPS = is_bf16 ? 192 : 384; // of a block, whose rows stay in the cache
-  long steps = steps_of(K, is_bf16), per = is_bf16 ? 2 : 1, width = steps * per, blocks = (M + ROWS - 1) / ROWS;
+  // What the rows of x are to the kernel: float32, or pairs of bfloat16, padded with a zero to whole pairs.
+  long steps = steps_of(K, is_bf16), per = is_bf16 && !DOTS ? 2 : 1, width = steps * per;
+  long blocks = (M + ROWS - 1) / ROWS;
   float *wide = (float *)x;
-  if (is_bf16) {
+  int copies = is_bf16 && (!DOTS || K % 2);
+  if (copies) {
     wide = malloc(M * width * 4);
 #pragma omp parallel for schedule(static) if (M * K > 32768)
-    for (long m = 0; m < M; m++) {
-      for (long k = 0; k < K; k += W) {
-        vf v = load(x, m * K + k, K - k, 1, 0);
-        if (width - k >= W) put(wide + m * width + k, v); else memcpy(wide + m * width + k, &v, 4 * (width - k));
+    for (long m = 0; m < M; m++)
+      if (DOTS) {
+        wide[m * width + width - 1] = 0;
+        memcpy(wide + m * width, (const uint16_t *)x + m * K, 2 * K);
+      } else {
+        for (long k = 0; k < K; k += W) {
+          vf v = load(x, m * K + k, K - k, 1, 0);
+          if (width - k >= W) put(wide + m * width + k, v); else memcpy(wide + m * width + k, &v, 4 * (width - k));
+        }
       }
-    }
   }
 #pragma omp parallel for collapse(2) schedule(static) if (M * N * K > 65536)
   for (long b = 0; b < blocks; b++)
@@ -229,7 +264,7 @@ void product(const void *x, const uint32_t *w, const void *bias, void *y, long M
         }
       }
     }
-  if (is_bf16) free(wide);
+  if (copies) free(wide);
 }
 
 // ---- Attention. A sequence is a list of keys in the order of their positions; a query sees the first `seen` of them.

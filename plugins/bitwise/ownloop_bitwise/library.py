@@ -31,14 +31,20 @@ _SIGNATURES: Mapping[str, tuple[Sequence[type], type | None]] = {
     "log_sum_exp": ([_P] * 6 + [_L, _I], None),
 }
 _SOURCE = Path(__file__).with_name("kernels.c")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mtune=native")
 _FLAGS: Mapping[str, Sequence[str]] = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mtune=native"),
+    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+    "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma", "-mtune=native"),
     "neon": (),
     "plain": (),
 }
-"""Instruction set -> options of the compiler. All give the same bits; "plain" is for tests, and slow."""
+"""Instruction set -> options of the compiler. "plain" is for tests, and slow.
+
+All give the same bits, but for bfloat16 products with "avx512_bf16".
+"""
 _NEEDS = {"avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}, "avx2": {"avx2", "fma"}}
+_CAPS_BELOW_BFLOAT16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
 _COMMON = ("-O3", "-std=gnu11", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
 _COMPILERS = ("gcc", "cc", "clang")
 
@@ -49,7 +55,7 @@ def instruction_set() -> str:
         return "neon"
     features, cap = cpu_features(), os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     if _NEEDS["avx512"] <= features and not cap.startswith("AVX2"):
-        return "avx512"
+        return "avx512_bf16" if "avx512_bf16" in features and cap not in _CAPS_BELOW_BFLOAT16 else "avx512"
     if _NEEDS["avx2"] <= features:
         return "avx2"
     raise ValueError(

@@ -158,7 +158,8 @@ async def measure_parity(
         words = split_after_images(whole)[1] if images_of(whole) else whole
         vocabulary = await compare_vocabulary(running.train, running.generate, words)
     mismatches, sides = list(found.mismatches), list(found.sides)
-    wider = [] if trainer.head_dtype or "float32" in (trainer.compute_dtype, generator.dtype) else [_WIDE_HEAD]
+    one_head = generator.numerics or trainer.head_dtype or "float32" in (trainer.compute_dtype, generator.dtype)
+    wider = [] if one_head else [_WIDE_HEAD]
     wider += [] if trainer.compute_dtype == generator.dtype == "float32" else [_WIDE]
     for name, of_trainer, of_generator in wider:
         widened = replace(trainer, **of_trainer), replace(generator, **of_generator)
