@@ -17,9 +17,9 @@ from rl.losses import get_loss
 from rl.rollouts.episodes import rollout_to_datum
 from rl.tiny_models import SERVABLE, tiny_dense
 from rl.types import AdamParams, Completion, Datum, Rollout, SamplingParams, Turn
-from rl.weights.store import find_record
 from tests.generator.engines import EngineFactory
 from tests.generator.published import pull
+from tests.generator.running import run_paced, started
 from tests.stores import FakeStore
 from trainer.config import TrainerConfig
 from trainer.push import WeightPublisher
@@ -135,19 +135,20 @@ def test_tokens_sampled_after_a_pull_in_flight_have_the_new_weights_log_probs(
     publisher = WeightPublisher(torch.bfloat16, "shared_memory", store=store)
     long = SamplingParams(max_tokens=60, ignore_eos=True, seed=1)
 
-    async def main() -> list[tuple[list[int], Completion]]:
-        running = [asyncio.create_task(engine.generate(p, long, 2)) for p in prompts()[:6]]
-        while engine.num_unfinished < 6:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0.02)
+    sampled: list[tuple[list[int], Completion]] = []
+
+    async def main() -> None:
         batch = data([([3, 4], KINDS[0], (await engine.generate([3, 4], KINDS[0]))[0])])
         trainer.forward_backward([batch], get_loss("importance_sampling", {}))
         trainer.optim_step(AdamParams(learning_rate=1e-2))
         await publisher.publish(1, trainer.hf_parameters())
-        await engine.update_weights(await find_record(store, 1), store, mode="inflight")
-        return [(p, c) for p, task in zip(prompts(), running, strict=False) for c in await task]
+        running = [asyncio.create_task(engine.generate(p, long, 2)) for p in prompts()[:6]]
+        await started(engine)
+        await pull(engine, store, 1, mode="inflight")
+        for prompt, task in zip(prompts(), running, strict=False):
+            sampled.extend((prompt, each) for each in await task)
 
-    sampled = asyncio.run(main())
+    run_paced(main())
     assert any(len(set(c.versions)) == 2 for _, c in sampled)
     batch = data([(p, long, c) for p, c in sampled])
     for datum, (_, c), logprobs in zip(batch, sampled, trainer.forward([batch]).logprobs, strict=True):

@@ -83,7 +83,6 @@ def test_a_run_has_no_mismatch_and_repeats_and_replays_to_the_digit(model: Path,
 def test_a_run_in_flight_and_one_of_minibatches_go_to_their_ends(model: Path, tmp_path: Path) -> None:
     base = recipe(model, num_steps=4)
     fields: dict[str, Any] = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    fields["generator"] = replace(base.generator, num_replicas=2)
     config = GRPOAsyncConfig(**fields, max_staleness=2)
     assert len(steps(run(grpo_async, config, tmp_path / "async"))) == 4
     with pytest.MonkeyPatch.context() as patch:
