@@ -61,10 +61,10 @@ def unknown_name(name: str, value: str, known: Iterable[str], kind: str = "") ->
 def did_you_mean(value: str, known: Iterable[str], otherwise: str = "") -> str:
     """The end of an error message about an unknown name: the nearest known name, or if none is near, all of them.
 
-    A name with these initials is the nearest: `--lr` means `--learning-rate`.
+    A name with these initials is the nearest, one without a dot first: `--lr` means `--learning-rate`.
     `otherwise` stands for all of them where they are too many to read.
     """
-    known = sorted(known)
+    known = sorted(known, key=lambda name: (name.count("."), name))
     initials = [name for name in known if "".join(re.findall(r"(?:^|[-_.])-*(\w)", name)) == str(value).lstrip("-")]
     close = initials or difflib.get_close_matches(str(value), known, n=1)
     if close:

@@ -41,7 +41,7 @@ WRONG = (  # what the stranger types, the option or field that is named, and wha
     ("run missing.py", "recipe file missing.py", "there is no"),
     (f"{RUN} --replay gone", "recording", "gone"),
     # combinations
-    (f"{RUN} --at 3", "--at is for", "--resume and --fork"),
+    (f"{RUN} --at 3", "--at is for --fork", "from its beginning"),
     (f"{RUN} --evaluation beside --placement colocated", "evaluation is 'beside'", "use evaluation 'between'"),
     (f"{RUN} --trainer.lora.rank 8", "trainer.lora is set", "set `lora`"),
 )
