@@ -20,6 +20,7 @@ BENCHMARKS = (
     "generation_throughput",
     "cut_sampling",
     "drafts",
+    "bitwise_step",
     "inflight_updates",
     "lora",
     "gateway",

@@ -268,7 +268,8 @@ void product(const void *x, const uint32_t *w, const void *bias, void *y, long M
 }
 
 // ---- Attention. A sequence is a list of keys in the order of their positions; a query sees the first `seen` of them.
-// q, out [L, H, D], D a multiple of 16; keys and values are rows `key_row` of memory, sk elements a row and sg a head.
+// q, out [L, H, D]; keys and values are rows `key_row` of memory, sk elements a row and sg a head. Here D is padded with
+// zeros to a multiple of 16.
 // A score is one chain over the dimensions, a sum of weights 16 lanes and the tree, an output one chain over the keys.
 typedef struct {
   const void *q, *k, *v;
@@ -278,6 +279,8 @@ typedef struct {
   float scale;
   int is_bf16;
 } Sequence;
+
+static long padded(long D) { return (D + LANES - 1) / LANES * LANES; }
 
 // Scores of 4 rows of queries x [rows, D] with 16 keys [D, 16].
 INLINE void score_rows(const float *x, long rows, const float *keys, long D, float scale, float *to, long width) {
@@ -336,33 +339,33 @@ INLINE void add_values(const float *weights, long width, long rows, const float 
 // The queries i0 to i0 + nq of a sequence in one group of heads. `memory` has room for their heads, twice, 16 keys, and
 // the scores of all keys that they see.
 static void attend_tile(const Sequence *s, long i0, long nq, long g, long most, float *memory) {
-  long D = s->D, R = s->R, rows = nq * R, width = (most + LANES - 1) / LANES * LANES;
-  float *q = memory, *out = q + rows * D, *block = out + rows * D, *score = block + LANES * D;
+  long D = s->D, P = padded(D), R = s->R, rows = nq * R, width = (most + LANES - 1) / LANES * LANES;
+  float *q = memory, *out = q + rows * P, *block = out + rows * P, *score = block + LANES * P;
   for (long r = 0; r < rows; r++)
-    for (long d = 0; d < D; d += W)
-      put(q + r * D + d, load(s->q, (s->q_row[i0 + r / R] * s->H + g * R + r % R) * D + d, W, s->is_bf16, 0));
+    for (long d = 0; d < P; d += W)
+      put(q + r * P + d, load(s->q, (s->q_row[i0 + r / R] * s->H + g * R + r % R) * D + d, D - d, s->is_bf16, 0));
   for (long b = 0; b < width; b += LANES) {
     for (long j = 0; j < LANES; j++)
-      for (long d = 0; d < D; d += W) {
+      for (long d = 0; d < P; d += W) {
         float lane[W];
-        put(lane, b + j < most ? load(s->k, s->keys[b + j] * s->sk + g * s->sg + d, W, s->is_bf16, 0) : all(0));
+        put(lane, b + j < most ? load(s->k, s->keys[b + j] * s->sk + g * s->sg + d, D - d, s->is_bf16, 0) : all(0));
         for (int e = 0; e < W; e++) block[(d + e) * LANES + j] = lane[e];
       }
     for (long r = 0; r < rows; r += 4)
-      score_rows(q + r * D, rows - r, block, D, s->scale, score + r * width + b, width);
+      score_rows(q + r * P, rows - r, block, P, s->scale, score + r * width + b, width);
   }
   for (long r = 0; r < rows; r++) soft_max(score + r * width, s->seen[i0 + r / R], width);
-  memset(out, 0, rows * D * 4);
+  memset(out, 0, rows * P * 4);
   for (long b = 0; b < width; b += LANES) {
     for (long j = 0; j < LANES; j++)
-      for (long d = 0; d < D; d += W)
-        put(block + j * D + d,
-            b + j < most ? load(s->v, s->keys[b + j] * s->sk + g * s->sg + d, W, s->is_bf16, 0) : all(0));
-    for (long r = 0; r < rows; r += 4) add_values(score + r * width + b, width, rows - r, block, D, out + r * D);
+      for (long d = 0; d < P; d += W)
+        put(block + j * P + d,
+            b + j < most ? load(s->v, s->keys[b + j] * s->sk + g * s->sg + d, D - d, s->is_bf16, 0) : all(0));
+    for (long r = 0; r < rows; r += 4) add_values(score + r * width + b, width, rows - r, block, P, out + r * P);
   }
   for (long r = 0; r < rows; r++)
     for (long d = 0; d < D; d += W)
-      store(s->out, (s->q_row[i0 + r / R] * s->H + g * R + r % R) * D + d, W, s->is_bf16, at(out + r * D + d));
+      store(s->out, (s->q_row[i0 + r / R] * s->H + g * R + r % R) * D + d, D - d, s->is_bf16, at(out + r * P + d));
 }
 
 void attend(const void *q, const void *k, const void *v, void *out, const int64_t *q_start, const int64_t *q_row,
@@ -382,7 +385,7 @@ void attend(const void *q, const void *k, const void *v, void *out, const int64_
       for (long g = 0; g < G; g++) {
         long s = of[t], i0 = first[t], nq = q_start[s + 1] - i0 < TILE ? q_start[s + 1] - i0 : TILE, most = 0;
         for (long i = i0; i < i0 + nq; i++) most = seen[i] > most ? seen[i] : most;
-        long need = nq * R * (2 * D + (most + LANES - 1) / LANES * LANES) + LANES * D;
+        long need = nq * R * (2 * padded(D) + (most + LANES - 1) / LANES * LANES) + LANES * padded(D);
         if (need > room) free(memory), memory = malloc((room = need) * 4);
         Sequence sequence = {q, k, v, out, q_row, seen, key_row + k_start[s], H, R, D, sk, sg, scale, is_bf16};
         attend_tile(&sequence, i0, nq, g, most, memory);

@@ -50,11 +50,6 @@ def check_shape(shape: DecoderConfig) -> None:
             f"numerics is 'bitwise', which has no kernels for the layers of {shape.family!r}; it has them for "
             f"{', '.join(covered)}"
         )
-    if shape.head_dim % 16:
-        raise ValueError(
-            f"numerics is 'bitwise', whose attention takes heads of a multiple of 16 dimensions; the model's head_dim "
-            f"is {shape.head_dim}"
-        )
 
 
 def read_shape(model: Path) -> DecoderConfig:

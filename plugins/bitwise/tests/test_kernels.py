@@ -61,7 +61,7 @@ def _sequence(length: int) -> ops.Sequences:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "groups", "size"), [(3, 1, 32), (9, 3, 64), (4, 4, 80)])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(3, 1, 32), (9, 3, 64), (4, 4, 80), (2, 1, 8), (4, 2, 28)])
 def test_attention_has_the_same_bits_one_query_at_a_time_in_chunks_and_from_pages(
     heads: int, groups: int, size: int, dtype: torch.dtype
 ) -> None:

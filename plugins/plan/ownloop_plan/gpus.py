@@ -19,9 +19,9 @@ class GPU:
     pcie_rate: float
     network_rate: float
     """Bytes a second of each GPU's share of its host's network."""
-    batched_tokens: int = 16384
+    batched_tokens: int = 8192
     """vLLM's default of the tokens that a step of the generator computes, and below, of the sequences."""
-    num_seqs: int = 1024
+    num_seqs: int = 256
     context_gib: float = 0.6
     nccl_gib: float = 1.5
 
@@ -49,23 +49,37 @@ GPUS: Mapping[str, GPU] = {
         memory_gib=44.4, operations=362e12, memory_rate=0.86e12, nvlink_rate=25e9, pcie_rate=25e9, network_rate=12e9
     ),
     "h100": GPU(
-        memory_gib=79.2, operations=989e12, memory_rate=3.35e12, nvlink_rate=400e9, pcie_rate=50e9, network_rate=45e9
+        memory_gib=79.2,
+        operations=989e12,
+        memory_rate=3.35e12,
+        nvlink_rate=400e9,
+        pcie_rate=50e9,
+        network_rate=45e9,
+        batched_tokens=16384,
+        num_seqs=1024,
     ),
     "h200": GPU(
-        memory_gib=139.8, operations=989e12, memory_rate=4.8e12, nvlink_rate=400e9, pcie_rate=50e9, network_rate=45e9
+        memory_gib=139.8,
+        operations=989e12,
+        memory_rate=4.8e12,
+        nvlink_rate=400e9,
+        pcie_rate=50e9,
+        network_rate=45e9,
+        batched_tokens=16384,
+        num_seqs=1024,
     ),
     "a100": GPU(
-        memory_gib=79.2,
-        operations=312e12,
-        memory_rate=2.0e12,
-        nvlink_rate=270e9,
-        pcie_rate=25e9,
-        network_rate=22e9,
-        batched_tokens=8192,
-        num_seqs=256,
+        memory_gib=79.2, operations=312e12, memory_rate=2.0e12, nvlink_rate=270e9, pcie_rate=25e9, network_rate=22e9
     ),
     "b200": GPU(
-        memory_gib=178.0, operations=2250e12, memory_rate=8.0e12, nvlink_rate=800e9, pcie_rate=50e9, network_rate=45e9
+        memory_gib=178.0,
+        operations=2250e12,
+        memory_rate=8.0e12,
+        nvlink_rate=800e9,
+        pcie_rate=50e9,
+        network_rate=45e9,
+        batched_tokens=16384,
+        num_seqs=1024,
     ),
 }
 """By the names that `ownloop plan --gpu` takes."""

@@ -15,7 +15,7 @@ from rl.losses import LossInputs, get_loss
 from rl.system.hardware import without_walking_what_exists
 from rl.tiny_models import critic_batch, tiny_critic, tiny_llama, tiny_qwen3
 from rl.types import AdamParams, Datum, Head
-from tests.trainer.engine_params import ENGINE_PARAMS
+from tests.trainer.engine_params import ENGINE_PARAMS, ENGINES, engine_param
 from trainer.config import TrainerConfig
 from trainer.engine_table import all_engines
 from trainer.engines import load_engine
@@ -167,6 +167,9 @@ def test_a_critic_is_refused_as_a_language_model(critic: Path) -> None:
 
 
 @pytest.mark.seconds
+@pytest.mark.parametrize(
+    "build", [engine_param(name) for name in ENGINES if name != "bitwise"], indirect=True
+)  # it packs
 def test_an_engine_asked_forward_only_holds_its_parameters_only(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
