@@ -1,11 +1,11 @@
 """Exported checkpoints over HTTP: `tinker checkpoint download`, and who may fetch what."""
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -40,9 +40,9 @@ def trained(server: RunningServer, key: str) -> Any:
 def fetch(url: str) -> tuple[int, bytes]:
     """Status and body, without a key."""
     try:
-        with urllib.request.urlopen(url, timeout=120) as response:
+        with urlopen(url, timeout=120) as response:
             return response.status, response.read()
-    except urllib.error.HTTPError as error:
+    except HTTPError as error:
         return error.code, error.read()
 
 

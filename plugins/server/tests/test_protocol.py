@@ -3,10 +3,10 @@
 import http.client
 import json
 import socket
-import urllib.error
-import urllib.request
 from collections.abc import Generator
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import httpx
 import pytest
@@ -29,13 +29,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningServer]
 def post(server: RunningServer, path: str, body: Any, **headers: str) -> tuple[int, Any]:
     """Status and answer of a request without the SDK."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(
-        f"{server.url}/api/v1/{path}", data, {"Content-Type": "application/json", **headers}
-    )
+    request = Request(f"{server.url}/api/v1/{path}", data, {"Content-Type": "application/json", **headers})
     try:
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urlopen(request, timeout=120) as response:
             return response.status, json.loads(response.read())
-    except urllib.error.HTTPError as error:
+    except HTTPError as error:
         return error.code, json.loads(error.read())
 
 
@@ -316,7 +314,7 @@ def test_a_session_that_ends_gives_up_adapters_and_snapshots(server: RunningServ
 
 def test_metrics_count_requests_by_route_and_show_what_is_there(server: RunningServer) -> None:
     def metrics() -> dict[str, float]:
-        with urllib.request.urlopen(f"{server.url}/metrics", timeout=120) as response:
+        with urlopen(f"{server.url}/metrics", timeout=120) as response:
             lines = [line for line in response.read().decode().splitlines() if not line.startswith("#")]
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 

@@ -4,9 +4,9 @@ import json
 import re
 import shutil
 import subprocess
-import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -20,8 +20,8 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 def get(server: RunningServer, path: str, key: str = "") -> str:
     """The text of an answer."""
-    request = urllib.request.Request(f"{server.url}{path}", headers={"X-API-Key": key})
-    with urllib.request.urlopen(request, timeout=120) as response:
+    request = Request(f"{server.url}{path}", headers={"X-API-Key": key})
+    with urlopen(request, timeout=120) as response:
         return response.read().decode()
 
 

@@ -6,11 +6,12 @@ import socket
 import ssl
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request as UrlRequest
+from urllib.request import urlopen
 
 import pytest
 from starlette.datastructures import URL
@@ -49,12 +50,12 @@ def ask(
     """Status and answer of a request without the SDK."""
     data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", **({} if key is None else {"X-API-Key": key}), **headers}
-    request = urllib.request.Request(f"{server.url}{path}", data, headers, method=method)
+    request = UrlRequest(f"{server.url}{path}", data, headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urlopen(request, timeout=120) as response:
             text = response.read()
             return response.status, json.loads(text) if text.startswith(b"{") else text
-    except urllib.error.HTTPError as error:
+    except HTTPError as error:
         return error.code, json.loads(error.read())
 
 
@@ -247,10 +248,10 @@ def test_https(tmp_path: Path) -> None:
     with running_server(tmp_path, tls=(certificate, key)) as server:
         context = ssl.create_default_context(cafile=str(certificate))
         url = server.url.replace("127.0.0.1", "localhost")
-        with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=120, context=context) as response:
+        with urlopen(f"{url}/api/v1/healthz", timeout=120, context=context) as response:
             assert json.loads(response.read()) == {"status": "ok"}
-        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-            urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=120)
+        with pytest.raises(URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            urlopen(f"{url}/api/v1/healthz", timeout=120)
 
 
 @pytest.mark.stranger("2.A8")
