@@ -82,7 +82,7 @@ def run(engine: GenerationEngine, made: Program, todo: list[AgentTask], reward: 
     return found
 
 
-@pytest.mark.parametrize("sandbox", ["local", "namespaces", "bubblewrap"])
+@pytest.mark.parametrize("sandbox", ["local", "namespaces", pytest.param("bubblewrap", marks=pytest.mark.slow)])
 def test_a_program_that_knows_nothing_becomes_data(chat_engine: GenerationEngine, sandbox: str) -> None:
     try:
         groups = run(chat_engine, program(SDK_CHAT, "{prompt}", sandbox=sandbox), tasks(2), num_samples=2, seed=5)

@@ -76,7 +76,14 @@ async def as_program(box: SandboxName, name: str, code: str) -> str:
 
 
 @pytest.mark.stranger("2.A5")
-@pytest.mark.parametrize("profile", [*(("code", way) for way in REAL), *(("programs", way) for way in BOXES)])
+@pytest.mark.parametrize(
+    "profile",
+    [
+        ("code", "namespaces"),
+        *(pytest.param(("code", way), marks=pytest.mark.slow) for way in REAL if way != "namespaces"),
+        *(pytest.param(("programs", way), marks=pytest.mark.slow) for way in BOXES),
+    ],
+)
 def test_no_way_leads_out(profile: tuple[str, Any], values: dict[str, object]) -> None:
     kind, way = profile
     (need if kind == "code" else need_box)(way)
