@@ -39,6 +39,7 @@ def patch_sampling() -> None:
     a top-p, and `return_sampling_mask` is supported on the CPU.
     """
     TopKTopPSampler.forward_cpu = _forward_cpu
+    setattr(TopKTopPSampler, "cut", staticmethod(cut))  # noqa: B010
     setattr(TopKTopPSampler, "log_softmax", staticmethod(log_softmax))  # noqa: B010
     setattr(CPUModelRunner, "sample_tokens", sample_with_kept_sets)  # noqa: B010
 
@@ -79,8 +80,7 @@ def _forward_cpu(
     if not len(rows):
         logprobs = self.log_softmax(logits)
         return sample(logprobs, uniform), logprobs
-    ids, kept = cut(logits if len(rows) == num_rows else logits[rows], k[rows], p[rows])
-    kept = self.log_softmax(kept, ids)
+    ids, kept = self.cut(logits if len(rows) == num_rows else logits[rows], k[rows], p[rows])
     self.kept = _as_masks(ids, kept, rows, num_rows, vocab_size)
     tokens = ids.gather(1, sample(kept, uniform[rows])[:, None])[:, 0]
     if len(rows) == num_rows:
@@ -91,16 +91,15 @@ def _forward_cpu(
     return all_tokens, logprobs.index_copy_(0, rows, of_cut)
 
 
-def log_softmax(logits: Tensor, ids: Tensor | None = None) -> Tensor:
-    """The log-probs [n, K] of logits [n, K], the tokens' numbers being `ids`, or the columns' numbers."""
-    del ids
+def log_softmax(logits: Tensor) -> Tensor:
+    """The log-probs of logits [N, V]."""
     return logits.log_softmax(dim=-1, dtype=torch.float32)
 
 
 def cut(logits: Tensor, k: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     """Keeps the k [n] most probable tokens of each row of logits [n, V], and of these the fewest of probability p [n].
 
-    Returns ids [n, K], the most probable first, and their logits [n, K], -inf for tokens that are not kept. A token
+    Returns ids [n, K], the most probable first, and their log-probs [n, K], -inf for tokens that are not kept. A token
     whose logit is -inf is not kept either.
     """
     logits, ids = _most_probable(logits, int(k.max()))
@@ -109,17 +108,24 @@ def cut(logits: Tensor, k: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     before = probs.cumsum(-1).sub_(probs)
     is_cut = (before >= p[:, None]) & (p[:, None] < 1)
     is_cut[:, 0] = False
-    return ids, logits.masked_fill_(is_cut, -torch.inf)
+    return ids, log_softmax(logits.masked_fill_(is_cut, -torch.inf))
 
 
 def _most_probable(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`logits.topk(k)`, of which at most k logits are finite, in a fraction of its time for a k that is far below V.
+    """`logits.topk(k)`, of which at most k logits are finite, in a fraction of its time for a k that is far below V."""
+    few, ids = candidates(logits, k)
+    top = few.topk(k, dim=-1)
+    return top.values, top.indices if ids is None else ids.gather(1, top.indices)
+
+
+def candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
+    """Logits among which are the k largest of each row that are finite, and their columns, rising; None for all.
 
     At least k tokens reach the k-th largest maximum of groups of tokens, so that all others can be left out before.
     """
     (num_rows, vocab_size), num_groups = logits.shape, logits.shape[1] // _GROUP_TOKENS
     if num_groups < 2 * k:
-        return _highest(logits, k)
+        return logits, None
     largest = logits[:, : num_groups * _GROUP_TOKENS].view(num_rows, _GROUP_TOKENS, num_groups).amax(1)
     lowest = torch.from_numpy(np.partition(largest.numpy(), num_groups - k, axis=1)[:, num_groups - k])
     found = torch.from_numpy(np.flatnonzero((logits >= lowest[:, None].clamp(min=_LOWEST)).numpy()))
@@ -128,15 +134,7 @@ def _most_probable(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     places = torch.arange(len(found)) - (counts.cumsum(0) - counts)[rows]
     shape = (num_rows, max(k, int(counts.max())))
     few = torch.full(shape, -torch.inf).index_put_((rows, places), logits.view(-1)[found])
-    ids = torch.zeros(shape, dtype=torch.int64).index_put_((rows, places), found % vocab_size)
-    values, places = _highest(few, k)
-    return values, ids.gather(1, places)
-
-
-def _highest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As `logits.topk(k)`, with equal logits in the order of their columns, whatever other rows there are."""
-    values, columns = logits.sort(dim=-1, descending=True, stable=True)
-    return values[:, :k], columns[:, :k]
+    return few, torch.zeros(shape, dtype=torch.int64).index_put_((rows, places), found % vocab_size)
 
 
 def _as_masks(ids: Tensor, kept: Tensor, rows: Tensor, num_rows: int, vocab_size: int) -> SamplingMaskLists:

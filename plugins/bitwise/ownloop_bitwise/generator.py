@@ -1,15 +1,14 @@
 """Has one vLLM engine on the CPU compute by the kernels. Written against vLLM 0.32.
 
 Everything is set on the engine's own objects, so that other engines of the process compute as before: the products of
-its layers, norms, activations, rotations, attention with its cache of keys and values, and the sampler's log-softmax
-and temperature. Scheduler, prefix cache, sampling and pulls are vLLM's and the core's.
+its layers, norms, activations, rotations, attention with its cache of keys and values, and the sampler's log-softmax,
+temperature and cut. Scheduler, prefix cache, sampling and pulls are vLLM's and the core's.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
@@ -20,11 +19,10 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from generator.cpu.weight_packing import multiply_by
-from ownloop_bitwise import ops
+from ownloop_bitwise import ops, sampling
 from ownloop_bitwise.shape import inverse_frequencies
 from rl.system.decoders import DecoderConfig
 
-_GREEDY = 1e-5  # vLLM takes a lower temperature for greedy sampling
 _PLAN = "ownloop_sequences"
 _FORWARD = "_forward_method"  # what vLLM has chosen for a layer of several implementations
 
@@ -39,9 +37,10 @@ def compute_bitwise(engine: LLMEngine, shape: DecoderConfig) -> None:
         for name, layer in list(runner.model.named_modules()):
             _change(name, layer, table)
     sampler = runner.sampler
-    sampler.compute_logprobs = partial(_log_softmax_of, copies=True)
-    sampler.apply_temperature = _apply_temperature
-    sampler.topk_topp_sampler.log_softmax = _log_softmax_of
+    sampler.compute_logprobs = sampling.log_softmax
+    sampler.apply_temperature = sampling.apply_temperature
+    sampler.topk_topp_sampler.cut = sampling.cut
+    sampler.topk_topp_sampler.log_softmax = sampling.log_softmax_
 
 
 def _change(name: str, layer: Any, table: Tensor) -> None:
@@ -156,22 +155,3 @@ def _attend(
     attended = ops.attend(queries, rows[..., :dim], rows[..., dim:], plan, implementation.scale)
     output[:length].copy_(attended.view(output[:length].shape))
     return output
-
-
-def _log_softmax_of(logits: Tensor, ids: Tensor | None = None, *, copies: bool = False) -> Tensor:
-    """Log-probs [n, K] of logits [n, K]. Of a cut, whose tokens `ids` names, the sum runs by the tokens' numbers."""
-    logits = logits.float().contiguous()
-    if ids is None:
-        lse, _ = ops.log_sum_exp_rows(logits)
-    else:
-        is_cut = logits == -torch.inf
-        order = ids.masked_fill(is_cut, torch.iinfo(ids.dtype).max).argsort(dim=1)
-        starts = torch.arange(len(logits)) * logits.shape[1]
-        lse, _ = ops.log_sum_exp(logits.gather(1, order), starts, starts + (~is_cut).sum(1))
-    return logits - lse[:, None] if copies else logits.sub_(lse[:, None])
-
-
-def _apply_temperature(logits: Tensor, temp: Tensor, all_random: bool) -> Tensor:
-    """Multiplies with the inverse, as the trainer does; vLLM divides."""
-    temp = temp if all_random else torch.where(temp < _GREEDY, 1.0, temp)
-    return logits.mul_((1 / temp)[:, None])

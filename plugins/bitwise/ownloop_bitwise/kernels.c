@@ -465,3 +465,26 @@ void log_sum_exp(const void *x, const int64_t *start, const int64_t *end, const 
     if (mean) mean[m] = most + tree(dot) / total;
   }
 }
+
+// Adds exp(x[i] - x[0]) for i = 0, 1, ... below n in float64, as long as the sum is less than `limit`; counts them.
+static double add_exps(const float *x, long n, double limit, int64_t *count) {
+  double sum = 0;
+  *count = 0;
+  for (long j = 0; j < n && sum < limit; j += W) {
+    float e[W];
+    put(e, exp_of(load(x, j, n - j, 0, 0) - all(x[0])));
+    for (long i = 0; i < W && j + i < n && sum < limit; i++) sum += e[i], ++*count;
+  }
+  return sum;
+}
+// Of x [M, K], which falls along each row: how many of the first k[m] elements have p[m] of the sum of exponentials.
+void nucleus(const float *x, const int64_t *k, const float *p, int64_t *count, long M, long K) {
+#pragma omp parallel for schedule(static)
+  for (long m = 0; m < M; m++) {
+    const float *row = x + m * K;
+    long n = k[m] < K ? k[m] : K;
+    while (n > 1 && row[n - 1] == -INFINITY) n--;
+    double total = add_exps(row, n, INFINITY, count + m);
+    if (p[m] < 1) add_exps(row, n, p[m] * total, count + m);
+  }
+}

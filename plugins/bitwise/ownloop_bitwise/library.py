@@ -29,6 +29,7 @@ _SIGNATURES: Mapping[str, tuple[Sequence[type], type | None]] = {
     "silu_mul": ([_P, _P, _P, _L, _L, _L, _I], None),
     "rotate": ([_P, _P, _P, _P, _L, _L, _L, _L, _I, _I], None),
     "log_sum_exp": ([_P] * 6 + [_L, _I], None),
+    "nucleus": ([_P] * 4 + [_L] * 2, None),
 }
 _SOURCE = Path(__file__).with_name("kernels.c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mtune=native")

@@ -187,3 +187,15 @@ def log_sum_exp_rows(
     logits = logits.contiguous()
     starts = torch.arange(len(logits), dtype=torch.int64) * logits.shape[1]
     return log_sum_exp(logits, starts, starts + logits.shape[1], scale, mean=mean)
+
+
+def nucleus(logits: Tensor, k: Tensor, p: Tensor) -> Tensor:
+    """How many tokens of each row to keep: the fewest of the first k [M] that have probability p [M] among these.
+
+    `logits` [M, K] are float32 and fall along each row. At least one token is kept, and none whose logit is -inf.
+    """
+    assert logits.dtype == torch.float32
+    logits, k, p = logits.contiguous(), k.to(torch.int64).contiguous(), p.float().contiguous()
+    counts = torch.empty(len(logits), dtype=torch.int64)
+    kernels().nucleus(logits.data_ptr(), k.data_ptr(), p.data_ptr(), counts.data_ptr(), *logits.shape)
+    return counts

@@ -165,6 +165,8 @@ def _everything(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes
         found[f"product {dtype}"] = bits(ops.product(x, ops.Packed.of(w), torch.randn(57).to(dtype)))
         q, k, v = (torch.randn(70, heads, 48).to(dtype) for heads in (6, 2, 2))
         found[f"attention {dtype}"] = bits(ops.attend(q, k, v, _sequence(70), 0.2))
+        falling = (torch.randn(9, 203) * 3).sort(descending=True).values
+        found[f"nucleus {dtype}"] = bits(ops.nucleus(falling, torch.full((9,), 150), torch.linspace(0.1, 1, 9)))
         for name, (function, _, _) in _row_functions(dtype).items():
             found[f"{name} {dtype}"] = bits(function(slice(None)))
     return found
