@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Generator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,12 @@ def test_names_of_the_hub() -> None:
     assert HubName.parse("a/b@refs/pr/1") == HubName(repository="a/b", revision="refs/pr/1")
     for other in ("smollm2-135m-instruct", "./a/b", "/a/b", "~/a/b", "a/b/c", "../a", "a/b@"):
         assert HubName.parse(other) is None
+
+
+@pytest.mark.slow  # it installs a package
+def test_the_other_major_version_of_the_client_does_the_same(tmp_path: Path) -> None:
+    other = "huggingface_hub>=2,<3" if metadata.version("huggingface_hub") < "2" else "huggingface_hub>=1.31,<2"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-deps"]
+    subprocess.run([*pip, "--target", tmp_path / "other", other], check=True)
+    tests = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not slow", __file__]
+    subprocess.run(tests, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path / "other")}, check=True)
