@@ -64,6 +64,7 @@ NAVIGATION: Navigation = {
         "Kubernetes": "plugins/hosts/docs/kubernetes.md",
         "Many GPUs": "plugins/hosts/docs/scaling.md",
         "What fits which machine": "plugins/plan/docs/what_fits.md",
+        "Models, engines, layouts": "plugins/plan/docs/layouts.md",
         "GPU memory": "docs/memory.md",
         "Slow steps": "docs/slow_step.md",
         "Plan a run": "plugins/plan/README.md",
