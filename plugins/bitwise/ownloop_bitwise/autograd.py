@@ -8,6 +8,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from ownloop_bitwise import ops
+from trainer.engines.pytorch.low_rank import LowRank
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -33,6 +34,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: ops.Packed) -
     """x [..., K] -> [..., N]; `packed` is the packed weight [N, K]."""
     y: Any = _Linear.apply(x, weight, bias, packed)
     return y
+
+
+class BitwiseLowRank(LowRank):
+    """A layer's part of an adapter, as generators compute it: A and B in the dtype of x, and the scale in B."""
+
+    @classmethod
+    def of(cls, part: LowRank, dtype: torch.dtype) -> "BitwiseLowRank":
+        """The same adapter for inputs of a dtype."""
+        return cls(part.a.to(dtype), part.b.to(dtype) * part.scale, 1.0)
+
+    def down(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., rank]"""
+        return linear(x, self.a, None, ops.Packed.of(self.a))
+
+    def product(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]"""
+        return linear(self.down(x), self.b, None, ops.Packed.of(self.b))
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -19,7 +19,6 @@ _ONE_VALUE: Mapping[str, tuple[object, str]] = {
     "head_dtype": (None, "logits are computed in compute_dtype"),
     "compile": (False, "compiled layers compute in another order"),
     "float8": ("none", "there are no kernels for float8"),
-    "lora": (None, "there are no kernels for adapters"),
 }
 
 
@@ -38,6 +37,7 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
 ENTRY = EngineEntry(
     engine="ownloop_bitwise.engine:BitwiseEngine",
     layout_check="ownloop_bitwise.entry:check_layout",
+    trains_adapters=True,
     takes_muon=True,
     numerics="bitwise",
 )

@@ -20,6 +20,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from generator.cpu.weight_packing import multiply_by
 from ownloop_bitwise import ops, sampling
+from ownloop_bitwise.adapters import BitwiseAdapters
 from ownloop_bitwise.shape import inverse_frequencies
 from rl.system.decoders import DecoderConfig
 
@@ -36,6 +37,8 @@ def compute_bitwise(engine: LLMEngine, shape: DecoderConfig) -> None:
     with set_current_vllm_config(engine.vllm_config):
         for name, layer in list(runner.model.named_modules()):
             _change(name, layer, table)
+    if engine.vllm_config.lora_config is not None:
+        BitwiseAdapters(runner.lora_manager._adapter_manager)
     sampler = runner.sampler
     sampler.compute_logprobs = sampling.log_softmax
     sampler.apply_temperature = sampling.apply_temperature

@@ -23,13 +23,15 @@ from rl.data.packing import Document
 from rl.types import Head
 from trainer.engines.pytorch.distribution import ChunkTokens, Distribution
 from trainer.engines.pytorch.document_attention import RowPart, document_attention
+from trainer.engines.pytorch.logprobs import logprobs_and_entropy
+from trainer.engines.pytorch.low_rank import Adaptable
 from trainer.engines.titan.model import specs
 from trainer.engines.titan.model.attention import DocumentAttention, HFRoPE
 from trainer.engines.titan.model.specs import DensePolicy, LogprobHead
 
 
-class BitwiseLinear(Packs, Linear):
-    """A `Linear` that multiplies by the kernel."""
+class BitwiseLinear(Packs, Adaptable, Linear):
+    """A `Linear` that multiplies by the kernel, and can be adapted."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -37,7 +39,10 @@ class BitwiseLinear(Packs, Linear):
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[..., in] -> [..., out]"""
-        return autograd.linear(x, self.weight, self.bias, self.packed(self.weight))
+        y = autograd.linear(x, self.weight, self.bias, self.packed(self.weight))
+        if self.low_rank is None:
+            return y
+        return y + autograd.BitwiseLowRank.of(self.low_rank, x.dtype).product(x)
 
 
 class BitwiseNorm(RMSNorm):
@@ -146,12 +151,15 @@ class BitwiseHead(Packs, LogprobHead):
         self, hidden: Tensor, targets: Tensor, *, entropy: bool, distribution: Distribution
     ) -> tuple[Tensor, Tensor | None]:
         """As `LogprobHead.forward`."""
-        distribution = replace(distribution, kernels=self)
-        return super().forward(hidden, targets, entropy=entropy, distribution=distribution)
+        adapter, distribution = self.low_rank, replace(distribution, kernels=self)
+        low_rank = None if adapter is None else autograd.BitwiseLowRank.of(adapter, hidden.dtype)
+        return logprobs_and_entropy(
+            *(hidden, self.weight, targets), entropy=entropy, low_rank=low_rank, distribution=distribution
+        )
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
-        """Logits [C, V] of hidden states [C, D]; `weight` [V, D] is the layer's own or some of its rows."""
-        whole = weight.shape == self.weight.shape
+        """Logits [C, V] of hidden states [C, D]; `weight` [V, D] is the layer's own, or some of its rows, or a B."""
+        whole = self.keeps_packed and weight.shape == self.weight.shape and weight.data_ptr() == self.weight.data_ptr()
         return ops.product(hidden, self.packed(weight) if whole else ops.Packed.of(weight), out=out)
 
     def softmax_sums(

@@ -1,16 +1,18 @@
 """Ranks that share their parameters compute the same bits as one rank."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rl.lora import LoRAConfig
 from rl.losses import get_loss
 from rl.tiny_models import SERVABLE, random_batch, tiny_dense
 from rl.types import AdamParams
+from tests.trainer.adapters import load_engine_or_adapter
 from trainer.config import TrainerConfig
-from trainer.engines import load_engine
 from trainer.engines.contract.plain_ranks import LENGTHS, plan, spawn
 
 pytestmark = pytest.mark.ranks
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.ranks
 
 def _logprobs(config: TrainerConfig, rank: int = 0) -> dict[int, bytes]:
     """By datum of this rank: of a forward pass, of one with gradients, and after a step that changes no weight."""
-    engine, batch = load_engine(config), random_batch(LENGTHS)
+    engine, batch = load_engine_or_adapter(config), random_batch(LENGTHS)
     mine = config.data_parallel_rank(rank)
     planned = plan(config, batch)
     local = planned.split(batch)[mine]
@@ -36,16 +38,21 @@ def _write(rank: int, config: TrainerConfig, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"data_parallel_shard": 2}, {"data_parallel_replicate": 2, "activation_checkpointing": "full"}],
+    [
+        {"data_parallel_shard": 2},
+        {"data_parallel_replicate": 2, "activation_checkpointing": "full"},
+        {"data_parallel_shard": 2, "lora": LoRAConfig(rank=4)},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ranks_compute_what_one_does(dtype: Any, options: dict[str, Any], tmp_path: Path) -> None:
     model = tiny_dense("qwen3", tmp_path / "model", **SERVABLE)
-    config = TrainerConfig(model=model, engine="bitwise", compute_dtype=dtype, max_tokens_per_microbatch=50)
+    config = TrainerConfig(
+        model=model, engine="bitwise", compute_dtype=dtype, max_tokens_per_microbatch=50, lora=options.get("lora")
+    )
     alone = _logprobs(config)
-    layout: dict[str, Any] = {each: getattr(config, each) for each in ("model", "engine", "compute_dtype")}
-    spawn(2, _write, TrainerConfig(**layout, max_tokens_per_microbatch=50, **options), tmp_path)
+    spawn(2, _write, replace(config, **options), tmp_path)
     found: list[dict[int, bytes]] = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert all(found)
     assert {**found[0], **found[1]} == alone

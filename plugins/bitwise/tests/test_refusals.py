@@ -9,10 +9,9 @@ import pytest
 
 from controller.launching.launcher import Launcher
 from controller.loops.grpo import GRPOConfig
-from generator.config import GeneratorConfig, LoRALimits
+from generator.config import GeneratorConfig
 from generator.options import check_hardware
 from ownloop_bitwise.part import BitwiseGenerator
-from rl.lora import LoRAConfig
 from rl.tiny_models import SERVABLE, tiny_dense, tiny_qwen3_moe
 from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
@@ -37,7 +36,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"head_dtype": "float32"},
         {"compile": True},
         {"float8": "rowwise"},
-        {"lora": LoRAConfig()},
     ],
     ids=str,
 )
@@ -52,7 +50,6 @@ def test_a_trainer_of_what_has_no_kernels_is_refused(options: dict[str, Any], mo
     [
         {"tensor_parallel": 2},
         {"head_dtype": "float32"},
-        {"lora": LoRALimits()},
         {"routes": True},
         {"dtype": "float16"},
         {"engine_args": {"attention_backend": "TORCH_SDPA"}},

@@ -24,6 +24,7 @@ from controller.runs.metric_rows import is_timing
 from generator.config import GeneratorConfig
 from ownloop_bitwise.check import Difference, first_difference
 from ownloop_bitwise.engine import BitwiseEngine
+from rl.lora import LoRAConfig
 from rl.rollouts.episodes import group_to_data
 from rl.tiny_models import SERVABLE, tiny_dense
 from rl.tiny_tasks import EvenWords
@@ -78,6 +79,22 @@ def test_a_run_has_no_mismatch_and_repeats_and_replays_to_the_digit(model: Path,
     assert {row["ratio_mean"] for row in steps(first)} == {1.0}
     assert values(run(grpo, config, tmp_path / "second")) == values(first)
     assert steps(run(grpo, replayed(config, first.rollouts), tmp_path / "replayed")) == steps(first)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_of_an_adapter_has_no_mismatch(dtype: Any, model: Path, tmp_path: Path) -> None:
+    base = recipe(model)
+    config = replace(
+        base,
+        lora=LoRAConfig(rank=4, alpha=6.0),
+        trainer=replace(base.trainer, compute_dtype=dtype),
+        generator=replace(base.generator, dtype=dtype),
+        learning_rate=3e-2,
+    )
+    rows = steps(run(grpo, config, tmp_path / "run"))
+    assert [row["logprob_mismatch_max"] for row in rows] == [0.0] * config.num_steps
+    assert {row["ratio_mean"] for row in rows} == {1.0}
+    assert all(row["grad_norm"] > 0 for row in rows)
 
 
 def test_a_run_in_flight_and_one_of_minibatches_go_to_their_ends(model: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ class ScoreKernels(Protocol):
     """Computes logits and their sums in another way than PyTorch. Shapes and dtypes are those of `logprobs.py`."""
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
-        """hidden [C, D] and weight [V, D] -> logits [C, V], in `out` if that is given."""
+        """hidden [C, D] and weight [V, D], or `inner` and B -> logits [C, V], in `out` if that is given."""
         ...
 
     def softmax_sums(

@@ -322,7 +322,8 @@ def _logits(
         out = MEMORY.chunk(part.stop - part.start, weight, MEMORY.chunk_bytes // 4)
     logits = torch.mm(hidden[part], weight.T, out=out) if kernels is None else kernels.logits(hidden[part], weight, out)
     if inner is not None and b is not None:
-        logits.addmm_(inner[part], (b if tokens is None else tokens.of_tensor(b)).T)
+        b = b if tokens is None else tokens.of_tensor(b)
+        logits.addmm_(inner[part], b.T) if kernels is None else logits.add_(kernels.logits(inner[part], b, None))
     if cap is not None:
         logits.div_(cap).tanh_().mul_(cap)
     return logits if tokens is None else tokens.restrict_(logits)
