@@ -102,19 +102,20 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-        ctx.table, ctx.positions = table, positions
-        return ops.rotate(x.flatten(0, -3), table, positions).view_as(x)
+    def forward(ctx: Any, x: Tensor, table: Tensor, positions: Tensor, neighbours: bool) -> Tensor:
+        ctx.table, ctx.positions, ctx.neighbours = table, positions, neighbours
+        return ops.rotate(x.flatten(0, -3), table, positions, neighbours=neighbours).view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        grad = grads[0].contiguous()
-        return ops.rotate(grad.flatten(0, -3), ctx.table, ctx.positions, inverse=True).view_as(grad), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, where = grads[0].contiguous(), (ctx.table, ctx.positions)
+        turned = ops.rotate(grad.flatten(0, -3), *where, neighbours=ctx.neighbours, inverse=True)
+        return turned.view_as(grad), None, None, None
 
 
-def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    """x [1, L, heads, D] at positions [L]."""
-    y: Any = _Rotate.apply(x, table, positions)
+def rotate(x: Tensor, table: Tensor, positions: Tensor, *, neighbours: bool) -> Tensor:
+    """x [1, L, heads, D] at positions [L]; see `ops.rotate`."""
+    y: Any = _Rotate.apply(x, table, positions, neighbours)
     return y
 
 

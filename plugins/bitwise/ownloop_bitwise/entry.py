@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ownloop_bitwise.shape import check_host, check_shape
+from ownloop_bitwise.shape import check_host, shape_of
 from rl.system.hardware import sees_gpu
-from rl.system.hf_config import parse_decoder_config
 from trainer.config import TrainerConfig
 from trainer.engine_table import EngineEntry
 from trainer.engines.model_check import ModelLimits
@@ -29,7 +28,7 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
             raise ValueError(
                 f"TrainerConfig.{name} is {found!r}; with numerics 'bitwise' it must be {accepted!r}: {reason}"
             )
-    check_shape(parse_decoder_config(hf_config))
+    shape_of(hf_config)
     check_host(sees_gpu())
     return layout_check.check_layout(config, hf_config)
 

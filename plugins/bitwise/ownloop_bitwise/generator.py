@@ -34,9 +34,10 @@ def compute_bitwise(engine: LLMEngine, shape: DecoderConfig) -> None:
     runner = getattr(worker, "worker", worker).model_runner
     settings = engine.model_config
     table = ops.rope_table(inverse_frequencies(shape), max(settings.max_model_len, shape.max_seq_len))
+    neighbours = shape.row.rotates == "neighbours"
     with set_current_vllm_config(engine.vllm_config):
         for name, layer in list(runner.model.named_modules()):
-            _change(name, layer, table)
+            _change(name, layer, table, neighbours)
     if engine.vllm_config.lora_config is not None:
         BitwiseAdapters(runner.lora_manager._adapter_manager)
     sampler = runner.sampler
@@ -46,7 +47,7 @@ def compute_bitwise(engine: LLMEngine, shape: DecoderConfig) -> None:
     sampler.topk_topp_sampler.log_softmax = sampling.log_softmax_
 
 
-def _change(name: str, layer: Any, table: Tensor) -> None:
+def _change(name: str, layer: Any, table: Tensor, neighbours: bool) -> None:
     """Has one layer of the model compute by the kernels."""
     if type(layer) is RMSNorm:
         setattr(layer, _FORWARD, partial(_norm, layer))
@@ -55,7 +56,7 @@ def _change(name: str, layer: Any, table: Tensor) -> None:
     elif isinstance(layer, Attention):
         _change_attention(name, layer)
     elif isinstance(rotary := getattr(layer, "rotary_emb", None), RotaryEmbedding):
-        layer.rotary_emb = _Rotary(rotary, table)  # engines of a process share vLLM's
+        layer.rotary_emb = _Rotary(rotary, table, neighbours)  # engines of a process share vLLM's
     elif isinstance(getattr(layer, "weight", None), Tensor):
         multiply_by(layer, _packing)
 
@@ -86,12 +87,12 @@ def _silu_and_mul(x: Tensor) -> Tensor:
 class _Rotary(nn.Module):
     """Rotary embeddings from the table that the trainer has. vLLM rounds its own to bfloat16."""
 
-    def __init__(self, rotary: RotaryEmbedding, table: Tensor) -> None:
-        """Raises ValueError for rotations of another kind than Llama's."""
+    def __init__(self, rotary: RotaryEmbedding, table: Tensor, neighbours: bool) -> None:
+        """Raises ValueError if vLLM would rotate other dimensions than the trainer does."""
         super().__init__()
-        if rotary.rotary_dim != rotary.head_size or not rotary.is_neox_style or table.shape[1] != rotary.head_size:
-            raise ValueError("numerics is 'bitwise', which rotates all dimensions of a head, in halves")
-        self._table = table
+        if not rotary.rotary_dim == rotary.head_size == table.shape[1] or rotary.is_neox_style == neighbours:
+            raise ValueError("numerics is 'bitwise', and vLLM rotates other dimensions of a head than the trainer")
+        self._table, self._neighbours = table, neighbours
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """[L, heads * head_size] each, or [L, heads, head_size], at positions [L]."""
@@ -99,7 +100,7 @@ class _Rotary(nn.Module):
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         heads = x if x.ndim == 3 else x.unflatten(-1, (-1, self._table.shape[1]))
-        return ops.rotate(heads, self._table, positions).view(x.shape)
+        return ops.rotate(heads, self._table, positions, neighbours=self._neighbours).view(x.shape)
 
 
 def _change_attention(name: str, layer: Any) -> None:

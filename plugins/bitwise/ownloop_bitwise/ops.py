@@ -89,16 +89,21 @@ def rope_table(inverse_frequencies: tuple[float, ...], size: int) -> Tensor:
         return torch.cat([angles.cos(), angles.sin()], -1).float().contiguous()
 
 
-def rotate(x: Tensor, table: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
-    """x [L, heads, D], whose heads are adjacent, at positions [L] -> [L, heads, D]."""
+def rotate(x: Tensor, table: Tensor, positions: Tensor, *, neighbours: bool = False, inverse: bool = False) -> Tensor:
+    """x [L, heads, D], whose heads are adjacent, at positions [L] -> [L, heads, D].
+
+    Dimension i is rotated with i + D/2; with `neighbours`, 2i is with 2i + 1.
+    """
     length, heads, size = x.shape
+    if neighbours:
+        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).reshape(x.shape)
     if x.stride()[1:] != (size, 1):
         x = x.contiguous()
     positions = positions.to(torch.int64).contiguous()
     y = x.new_empty(length, heads, size)
     pointers = (x.data_ptr(), table.data_ptr(), positions.data_ptr(), y.data_ptr())
     kernels().rotate(*pointers, length, heads, size, x.stride(0), int(inverse), _is_bf16(x))
-    return y
+    return y.unflatten(-1, (2, -1)).transpose(-1, -2).reshape(y.shape) if neighbours else y
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,19 +4,21 @@ Imports no torch, so that a model is refused before any process starts.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ownloop_bitwise.library import find_compiler, instruction_set
 from rl.system.decoders import DENSE, DecoderConfig
-from rl.system.hf_config import read_decoder_config
+from rl.system.hf_config import parse_decoder_config, read_config
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("ernie4_5", "exaone4", "llama", "qwen2", "qwen3")
 """The families, by whose layers torchtitan builds a model; Mistral's and SmolLM2's models are built as Llama's."""
 DTYPES = ("bfloat16", "float32")
+_LEAVE_OUT = "Other models train with numerics left out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +44,24 @@ def check_host(has_gpu: bool) -> None:
     find_compiler()
 
 
-def check_shape(shape: DecoderConfig) -> None:
-    """Raises ValueError for a model that has layers without a kernel."""
+def shape_of(hf_config: Mapping[str, Any]) -> DecoderConfig:
+    """The shape of the model of a `config.json`. Raises ValueError for one that has layers without a kernel."""
+    try:
+        shape = parse_decoder_config(hf_config)
+    except ValueError as error:
+        raise ValueError(f"{error}. {_LEAVE_OUT}") from error
     if type(shape) is not DecoderConfig or shape.moe is not None or shape.family not in FAMILIES:
         covered = sorted(row.architecture for row in DENSE if row.built_as in FAMILIES)
         raise ValueError(
             f"numerics is 'bitwise', which has no kernels for the layers of {shape.family!r}; it has them for "
-            f"{', '.join(covered)}"
+            f"{', '.join(covered)}. {_LEAVE_OUT}"
         )
+    return shape
 
 
 def read_shape(model: Path) -> DecoderConfig:
-    """The shape of a model that can be computed so. Raises ValueError as `check_shape` does."""
-    shape = read_decoder_config(model)
-    check_shape(shape)
-    return shape
+    """The shape of the model in a directory. Raises ValueError as `shape_of` does."""
+    return shape_of(read_config(model))
 
 
 def inverse_frequencies(shape: DecoderConfig) -> tuple[float, ...]:

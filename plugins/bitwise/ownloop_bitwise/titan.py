@@ -26,7 +26,7 @@ from trainer.engines.pytorch.document_attention import RowPart, document_attenti
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy
 from trainer.engines.pytorch.low_rank import Adaptable
 from trainer.engines.titan.model import specs
-from trainer.engines.titan.model.attention import DocumentAttention, HFRoPE
+from trainer.engines.titan.model.attention import DocumentAttention, HFRoPE, NeighbourRoPE
 from trainer.engines.titan.model.specs import DensePolicy, LogprobHead
 
 
@@ -75,16 +75,18 @@ class BitwiseRoPE(HFRoPE):
 
     @dataclass(kw_only=True, slots=True)
     class Config(HFRoPE.Config):
-        """`frequencies` are `inverse_frequencies` of the model."""
+        """`frequencies` are `inverse_frequencies` of the model; for `neighbours` see `ops.rotate`."""
 
         frequencies: tuple[float, ...] = ()
+        neighbours: bool = False
 
     def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[1, L, heads, D] each, at positions [1, L]."""
         assert positions is not None
         config: Any = self.config
         table, where = ops.rope_table(config.frequencies, config.max_seq_len), positions.reshape(-1)
-        return autograd.rotate(query, table, where), autograd.rotate(key, table, where)
+        pairs = {"neighbours": config.neighbours}
+        return autograd.rotate(query, table, where, **pairs), autograd.rotate(key, table, where, **pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,7 @@ def _replace_layers(model: Any, shape: BitwiseDecoder) -> None:
         (LogprobHead.Config, BitwiseHead.Config, {}),
         (RMSNorm.Config, BitwiseNorm.Config, {}),
         (HFRoPE.Config, BitwiseRoPE.Config, rope),
+        (NeighbourRoPE.Config, BitwiseRoPE.Config, {**rope, "neighbours": True}),
     ):
         for _, config, parent, name in list(model.traverse(kind)):
             if type(config) is kind:  # a value head stays as it is: no generator has one

@@ -26,7 +26,7 @@ from trainer.push import WeightPublisher
 
 pytestmark = pytest.mark.vllm
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES = ("ernie4_5", "exaone4", "llama", "mistral", "qwen2", "qwen3")
 KINDS = (
     SamplingParams(max_tokens=30, ignore_eos=True),
     SamplingParams(max_tokens=9, temperature=0.7),

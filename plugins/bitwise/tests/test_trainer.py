@@ -20,7 +20,7 @@ from trainer.config import TrainerConfig
 from trainer.engines.titan.engine import TitanEngine
 from trainer.engines.titan.model.attention import HFRoPE
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES = ("ernie4_5", "exaone4", "llama", "mistral", "qwen2", "qwen3")
 VOCABULARY = 64
 
 
