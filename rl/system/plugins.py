@@ -45,13 +45,13 @@ OURS: Mapping[str, Mapping[str, str]] = {
     },
     "speculation": {"commands": "drafts", "generators": "history ngram"},
     "tasks": {
-        "recipes": "calculator_qwen3_gpu code_qwen3_5_gpu gsm8k_ppo_qwen2_5_gpu gsm8k_qwen2_5_gpu gsm8k_qwen3_gpu"
-        " guess_smollm2_cpu guess_smollm2_gpu math_qwen2_5_gpu math_smollm2_cpu mixture_smollm2_cpu"
-        " reward_smollm2_cpu tool_smollm2_cpu tool_smollm2_gpu"
+        "recipes": "calculator_grpo_qwen3_gpu code_grpo_qwen3_5_gpu gsm8k_grpo_async_qwen2_5_gpu gsm8k_grpo_qwen3_gpu"
+        " gsm8k_ppo_qwen2_5_gpu guess_grpo_smollm2_cpu guess_grpo_smollm2_gpu math_grpo_qwen2_5_gpu"
+        " math_grpo_smollm2_cpu mixture_grpo_smollm2_cpu reward_smollm2_cpu tool_grpo_smollm2_cpu tool_grpo_smollm2_gpu"
     },
     "vision": {
         "families": "Gemma3ForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration",
-        "recipes": "guess_colour_sft_tinyvl_cpu guess_colour_tinyvl_cpu",
+        "recipes": "guess_colour_grpo_tinyvl_cpu guess_colour_sft_tinyvl_cpu",
     },
 }
 """Plug-in -> what users name -> the names that it brings. So a name is explained where the plug-in is not installed."""

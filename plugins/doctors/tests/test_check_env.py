@@ -96,4 +96,4 @@ def test_what_is_not_there_is_named(name: str, message: str) -> None:
 )
 def test_a_recipe_that_cannot_be_learned_from_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(load_recipe(find_recipe("guess_smollm2_cpu")), **changes)
+        dataclasses.replace(load_recipe(find_recipe("guess_grpo_smollm2_cpu")), **changes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from configs import code_qwen3_5_gpu
+from configs import code_grpo_qwen3_5_gpu
 from ownloop_doctors.check_env import check_env
 from ownloop_tasks.code_problems import CodeProblem, CodeProblems, python_of
 from rl.protocols import Done
@@ -313,7 +313,7 @@ def test_wrong_files_and_fields_are_named(tmp_path: Path) -> None:
 
 
 def test_the_recipe_has_the_columns_of_mbpp() -> None:
-    env = code_qwen3_5_gpu.recipe().env
+    env = code_grpo_qwen3_5_gpu.recipe().env
     assert isinstance(env, CodeProblems)
     columns = (env.question, env.tests, env.setup, env.solution)
     assert columns == ("text", "test_list", "test_setup_code", "code")

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from configs import mixture_smollm2_cpu
+from configs import mixture_grpo_smollm2_cpu
 from ownloop_doctors.check_env import check_env
 from ownloop_tasks.guess_number import GuessNumber
 from ownloop_tasks.judged import Judge, JudgedEnv
@@ -135,7 +135,7 @@ def test_asynchronous_episodes_tools_and_limits_pass_through() -> None:
 
 def test_a_mixture_is_an_environment_without_faults() -> None:
     assert check_env(Mixture(two=Task(TWO), words=Task(EvenWords()))) == []
-    assert check_env(mixture_smollm2_cpu.recipe().env) == []
+    assert check_env(mixture_grpo_smollm2_cpu.recipe().env) == []
 
 
 def test_mistakes_are_named() -> None:
@@ -163,7 +163,7 @@ def test_mistakes_are_named() -> None:
         Ramp(((5, 1.0), (5, 2.0)))
     with pytest.raises(ValueError, match=r"end answers at .* must be the same for all"):
         Mixture(two=Task(TWO), guess=Task(GuessNumber()))
-    assert "LargestNumber(count=2" in repr(mixture_smollm2_cpu.recipe().env)
+    assert "LargestNumber(count=2" in repr(mixture_grpo_smollm2_cpu.recipe().env)
 
 
 @pytest.mark.parametrize(

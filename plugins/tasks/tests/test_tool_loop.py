@@ -1,4 +1,4 @@
-"""The recipe `calculator_qwen3_gpu` trains two steps with a tiny model that sometimes says a whole tool call."""
+"""The recipe `calculator_grpo_qwen3_gpu` trains two steps with a tiny model that sometimes says a whole tool call."""
 
 import asyncio
 import io
@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("math_verify", reason="math-verify is not installed")
 
-from configs.calculator_qwen3_gpu import recipe
+from configs.calculator_grpo_qwen3_gpu import recipe
 from controller.loops import grpo
 from controller.runs.console import Console
 from controller.runs.folder import RunFolder

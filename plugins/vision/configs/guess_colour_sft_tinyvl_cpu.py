@@ -7,7 +7,7 @@ from trainer.config import TrainerConfig
 
 
 def recipe() -> SFTConfig:
-    """A beginning for `guess_colour_tinyvl_cpu`: far above chance, and far from perfect."""
+    """A beginning for `guess_colour_grpo_tinyvl_cpu`: far above chance, and far from perfect."""
     return SFTConfig(
         model=str(colour_model()),
         data=EnvExamples(env=GuessColour()),

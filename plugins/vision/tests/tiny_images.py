@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from configs import guess_colour_tinyvl_cpu
+from configs import guess_colour_grpo_tinyvl_cpu
 from controller.loops.grpo import GRPOConfig
 from ownloop_vision.colours import COLOURS, GuessColour
 from rl.envs.procedural import TextProblem
@@ -30,7 +30,7 @@ def _share(completion: str) -> float:
 
 def recipe() -> GRPOConfig:
     """In float32 on one thread, so that it is repeatable to the last bit."""
-    whole = guess_colour_tinyvl_cpu.recipe()
+    whole = guess_colour_grpo_tinyvl_cpu.recipe()
     return replace(
         whole,
         env=AnyColour(),

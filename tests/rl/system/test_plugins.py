@@ -165,8 +165,8 @@ def test_a_name_is_looked_up_by_its_kind(kind: str, name: str, plugin: str) -> N
 @pytest.mark.usefixtures("alone")
 def test_a_recipe_and_a_module_of_a_missing_plugin_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("controller.commands.recipes.recipe_files", dict[str, Path])
-    with pytest.raises(ValueError, match=r"'math_smollm2_cpu'.*`pip install ownloop-tasks`"):
-        find_recipe("math_smollm2_cpu")
+    with pytest.raises(ValueError, match=r"'math_grpo_smollm2_cpu'.*`pip install ownloop-tasks`"):
+        find_recipe("math_grpo_smollm2_cpu")
     monkeypatch.setitem(sys.modules, "ownloop_tasks", None)
     with pytest.raises(ValueError, match=r"'ownloop_tasks\.x:reward'.*`pip install ownloop-tasks`"):
         named_function("reward", "ownloop_tasks.x:reward")
