@@ -39,9 +39,12 @@ BENCHMARKS = (
     "sandbox",
 )
 """Modules of this package, or of a plug-in's folder `benchmarks`, in the order in which they run by default."""
-ON_REQUEST = ("hosts", "host_failures", "kill_matrix", "gateway_load", "memory_growth", "plan", "vs_trl")
-"""Modules that run only when named, since they take most of an hour, need root (hosts, host_failures), or install
-another environment (vs_trl)."""
+ON_REQUEST = (
+    *("hosts", "host_failures", "kill_matrix", "gateway_load", "memory_growth", "plan"),
+    *("published_shapes", "vs_trl"),
+)
+"""Modules that run only when named, since they take most of an hour, need root (hosts, host_failures) or a GPU
+(published_shapes), or install another environment (vs_trl)."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of this plug-in runs in its smallest form."""
+"""The benchmarks of this plug-in run in their smallest form."""
 
 import pytest
 
@@ -6,5 +6,6 @@ from tests.benchmarks.smallest_form import check_smallest_form
 
 
 @pytest.mark.slow
-def test_smallest_form() -> None:
-    check_smallest_form("plan")
+@pytest.mark.parametrize("name", ["plan", "published_shapes"])
+def test_smallest_form(name: str) -> None:
+    check_smallest_form(name)
