@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rl.checks import unknown_name
+from rl.protocols import Schedule
 from rl.system.plugins import find, named_by
 
 if TYPE_CHECKING:  # the imports would load vLLM
@@ -45,6 +46,11 @@ class EnginePart:
     def after_build(self, engine: "LLMEngine") -> None:
         """Gets the engine before its first request."""
 
+    @staticmethod
+    def schedule(config: Any) -> Schedule:
+        """The order of events of the run `config.schedule`. Raises ValueError if this part's numbers cannot repeat."""
+        raise ValueError(f"schedule is {config.schedule}, and numerics is {config.numerics!r}; it must be 'bitwise'")
+
     def take_metrics(self) -> Mapping[str, float]:
         """Metrics since the last call, for the step's line in metrics.jsonl. Called from another thread."""
         return {}
@@ -63,3 +69,9 @@ def engine_parts(config: "GeneratorConfig", *, has_gpu: bool) -> list[EnginePart
             raise unknown_name(field, name, named_by("generators"), "generators")
         parts.append(part(config, has_gpu=has_gpu))
     return parts
+
+
+def recorded_schedule(config: Any) -> Schedule | None:
+    """The order of events that a loop of this configuration repeats, if any. Raises ValueError if it cannot."""
+    part = find("generators", config.numerics, type[EnginePart]) or EnginePart
+    return None if config.schedule is None else part.schedule(config)

@@ -150,6 +150,17 @@ class Generator(Protocol):
         ...
 
 
+class Schedule(Protocol):
+    """The order of events of a run that ran ahead, for a loop that repeats it."""
+
+    order: Mapping[int, Sequence[int]]
+    """Step -> the numbers of the groups that it takes."""
+
+    def repeated_by(self, generator: Generator) -> Generator:
+        """A generator that samples every token under the version that sampled it in the recorded run."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """An environment's reply that asks the model for another turn."""

@@ -225,6 +225,8 @@ class Group:
     """The rollouts that have a reward."""
     failures: tuple[str, ...] = ()
     """One message for each rollout that failed in the environment, with a line for each frame of its code."""
+    number: int | None = field(default=None, compare=False)
+    """Its place in the training stream, from 0, where steps may take groups in another order."""
 
     @property
     def rewards(self) -> NDArray[np.float64]:

@@ -15,8 +15,9 @@ from pydantic import NonNegativeInt
 from controller.launching.launcher import launch
 from controller.loops.grpo import GRPOConfig
 from controller.runs import Console, Loop, LossConfig, RolloutSource, Run, RunFolder
+from generator.engine_part import recorded_schedule
 from rl.algorithms.metrics import policy_staleness
-from rl.configuration import configuration
+from rl.configuration import AnyPath, Rare, configuration
 from rl.rollouts.episodes import groups_to_data
 from rl.rollouts.queue import RolloutQueue
 from rl.schedules import constant, warmup
@@ -31,6 +32,8 @@ class GRPOAsyncConfig(GRPOConfig):
     """Most optimizer steps between the policy that sampled a token and the policy that trains on it."""
     loss_config: LossConfig = field(default_factory=lambda: {"importance_cap": 2.0})
     """As in `grpo`. By default importance weights correct for the staleness, up to a factor of 2."""
+    schedule: Rare[AnyPath | None] = None
+    """A finished run of this loop to repeat, in the order of its events, with `numerics` "bitwise"."""
     evaluations = ("between", "apart")
 
     def loop(self) -> Loop:
@@ -39,7 +42,7 @@ class GRPOAsyncConfig(GRPOConfig):
 
 async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) -> None:
     """Trains a model and reports every step. Every process it starts has ended when it returns or raises."""
-    run = Run(config, folder, console)
+    run, recorded = Run(config, folder, console), recorded_schedule(config)
     source, advantage = RolloutSource(config, run.phase, run.began), config.advantage_function
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
 
@@ -48,11 +51,13 @@ async def train(config: GRPOAsyncConfig, folder: RunFolder, console: Console) ->
 
     run.phase("starting trainer and generator")
     meshes = launch(source.model, config.policy_config, config.generator_config, run.log_dir, config.hosts)
-    async with meshes as (trainer, generator), run.steps(source.evaluate, generator, policy=trainer) as steps:
+    async with meshes as (trainer, started), run.steps(source.evaluate, started, policy=trainer) as steps:
+        generator = started if recorded is None else recorded.repeated_by(started)
         version = await trainer.push_model_state_dict()
         await generator.pull_model_state_dict(version)
         restored, per_step = source.restored(run.restored), config.prompts_per_step
-        queue = RolloutQueue(sample_group, steps.remaining, per_step, config.max_staleness, restored, source.sampled_as)
+        bound, order = config.max_staleness, None if recorded is None else recorded.order
+        queue = RolloutQueue(sample_group, steps.remaining, per_step, bound, restored, source.sampled_as, order)
         async with queue as rollouts:
             async for step in steps:
                 async with run.clock("wait"):

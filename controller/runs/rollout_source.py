@@ -78,7 +78,7 @@ class RolloutSource:
         step, index = divmod(number, self._config.prompts_per_step)
         seed = step_seed(self._config.seed, step + 1) + index * num_samples
         (group,) = await self._groups(generator, number, 1, num_samples, seed)
-        return group
+        return replace(group, number=number if group.number is None else group.number)
 
     async def sample_problems(self, generator: Generator, start: int, count: int, num_samples: int) -> list[Group]:
         """Groups of the problems `start` to `start + count - 1` of the training stream, `num_samples` rollouts each.

@@ -57,7 +57,7 @@ SCHEMA = pa.schema(
     ]
 )
 """The columns of every file: `group` and `sample` count from 0 within the file and within the group."""
-_IMAGES, _TEXT, _COUNT = "images", pa.string(), pa.int32()
+_NUMBER, _IMAGES, _TEXT, _COUNT = "number", "images", pa.string(), pa.int32()
 _IMAGE = pa.struct(
     [("turn", _COUNT), ("start", _COUNT), ("num_tokens", _COUNT), ("hash", _TEXT), ("file", pa.binary())]
 )
@@ -98,6 +98,8 @@ def groups_to_table(groups: Sequence[Group]) -> pa.Table:
         ),
     }
     table = pa.table(columns, schema=SCHEMA)
+    if any(group.number is not None for *_, group, _ in rows):
+        table = table.append_column(_NUMBER, pa.array([group.number for *_, group, _ in rows], _COUNT))
     images = _images(rollouts)
     return table.append_column(_IMAGES, pa.array(images, pa.list_(_IMAGE))) if any(images) else table
 
@@ -110,6 +112,7 @@ def table_to_groups(table: pa.Table) -> list[Group]:
     if missing:
         raise ValueError(f"it has no column {missing[0]!r}")
     images = table[_IMAGES].to_pylist() if _IMAGES in table.column_names else []
+    numbers = table[_NUMBER].to_pylist() if _NUMBER in table.column_names else [None] * len(table)
     table = table.select(SCHEMA.names).cast(SCHEMA)
     turns = table["turns"].combine_chunks()
     offsets, played = turns.offsets.to_pylist(), _played(turns.values)
@@ -117,7 +120,7 @@ def table_to_groups(table: pa.Table) -> list[Group]:
     names = [name for name in SCHEMA.names if name not in ("turns", "truncated")]
     groups: dict[int, tuple[dict[str, Any], list[Rollout]]] = {}
     for place, row in enumerate(table.select(names).to_pylist()):
-        _, rollouts = groups.setdefault(row["group"], (row, []))
+        _, rollouts = groups.setdefault(row["group"], ({**row, "number": numbers[place]}, []))
         rollouts.append(
             Rollout(
                 turns=tuple(played[offsets[place] : offsets[place + 1]]),
@@ -133,6 +136,7 @@ def table_to_groups(table: pa.Table) -> list[Group]:
             prompt=row["prompt"],
             rollouts=tuple(rollouts),
             failures=tuple(row["group_failures"]),
+            number=row["number"],
         )
         for row, rollouts in groups.values()
     ]

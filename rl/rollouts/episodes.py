@@ -117,6 +117,14 @@ def step_seed(seed: int, step: int) -> int:
     return (seed << 40) + (step << 20)  # room for 2^20 steps of 2^20 completions
 
 
+def turn_seed(seed: int, sample: int, turn: int) -> int:
+    """The seed of a turn of a group with this seed. Later ones than the first are a hash of sample's seed and turn."""
+    if turn == 0:
+        return seed + sample
+    key = f"{seed + sample}/{turn}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 2  # 62 bits: a positive int64
+
+
 @dataclass(frozen=True, slots=True)
 class Player:
     """Plays the rollouts of a group, each from its first turn on."""
@@ -157,9 +165,8 @@ class Player:
             room = self.room(len(sequence))
             if room < 1:  # `reward` is the observation's: what the episode is worth if it ends here
                 return self._rollout(turns, reward, environment_s, out_of_context=True)
-            sampling = replace(
-                self.sampling, max_tokens=min(self.sampling.max_tokens, room), seed=self._seed(sample, len(turns))
-            )
+            seed = None if self.sampling.seed is None else turn_seed(self.sampling.seed, sample, len(turns))
+            sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room), seed=seed)
             prompt = reply.messages
             if earlier is not None and not isinstance(prompt, str):
                 earlier += [{"role": "assistant"}, *prompt]
@@ -191,13 +198,6 @@ class Player:
             raise
         except Exception as error:  # not a message, or one that the chat template refuses
             raise EnvironmentFailedError(f"its observation cannot be rendered: {error}") from error
-
-    def _seed(self, sample: int, turn: int) -> int | None:
-        """The seed of a later turn: a hash of the sample's seed and the turn alone."""
-        if self.sampling.seed is None:
-            return None
-        key = f"{self.sampling.seed + sample}/{turn}".encode()
-        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 2  # 62 bits: a positive int64
 
 
 def checked_reward(reply: Any) -> float:

@@ -8,7 +8,7 @@ no task waits without end.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -42,12 +42,14 @@ class RolloutQueue:
         max_staleness: int,
         state: Mapping[str, Any] | None = None,
         sampled_as: Mapping[str, Any] | None = None,
+        order: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         """`sample_group(n)` samples group n; numbers count from 0 in step 1. `steps` are the remaining steps.
 
         `state` continues an earlier queue: it is what its method `state` returned before the first of these steps. If
         that queue had another `groups_per_step` or `max_staleness`, or what groups are `sampled_as` (JSON types) was
         another, its groups do not fit: the same numbers are sampled again, so that none is left out.
+        `order` says which groups each step takes, as an earlier run took them, in place of the oldest finished ones.
         Raises ValueError for a staleness below 0 and for less than one group per step.
         """
         check_at_least(0, max_staleness=max_staleness)
@@ -55,6 +57,7 @@ class RolloutQueue:
         self._sample_group = sample_group
         self._steps = steps
         self._sampled_as = sampled_as
+        self._order = order
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._step = steps.start
@@ -102,6 +105,9 @@ class RolloutQueue:
 
     def _choose(self) -> list[int] | None:
         """The numbers of the oldest finished groups, unless the rest could then not be taken in time; None to wait."""
+        if self._order is not None:
+            ordered = [*self._order[self._step]]
+            return ordered if self._finished.keys() >= {*ordered} else None
         taken = sorted(self._finished, key=lambda number: (self._started[number], number))[: self._groups_per_step]
         # The last step that may take each remaining group. In this order, later steps take them `groups_per_step` at a
         # time, so the group at `place` is taken in step self._step + 1 + place // groups_per_step.

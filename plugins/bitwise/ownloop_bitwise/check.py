@@ -6,13 +6,14 @@ minibatches, have other log-probs by right.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controller.processes.errors import TrainingStoppedError
-from controller.runs.folder import RunFolder
-from controller.runs.metric_rows import last_row_with
+from controller.runs.folder import METRICS, RunFolder, read_metrics
+from controller.runs.metric_rows import by_step, last_row_with, metric_differences
 from controller.runs.observers import Observer
 from rl.types import Datum, ForwardBackwardOutput, Group, Rollout
 
@@ -99,6 +100,8 @@ class BitwiseCheck(Observer):
         self._before = self._now = 0
         self._largest = 0.0
         self._groups: Sequence[Group] = ()
+        repeated = folder.config.get("schedule")
+        self._repeated = by_step(read_metrics(Path(repeated) / METRICS)) if repeated else {}
 
     def resume(self, last_step: int) -> None:
         """Reads which version the run had reached."""
@@ -107,7 +110,17 @@ class BitwiseCheck(Observer):
         self._before = self._now = 0 if row is None else int(row["policy_version"])
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Notes the trainer's version before and after the step."""
+        """Notes the trainer's version before and after the step.
+
+        Raises `TrainingStoppedError` for a metric that is another than in the run that is repeated.
+        """
+        step = int(metrics["step"])
+        theirs = {name: value for name, value in self._repeated.get(step, {}).items() if name in metrics}
+        if self._repeated and (found := metric_differences({step: metrics}, {step: theirs})):
+            raise TrainingStoppedError(
+                f"step {step}: {found[0].name} is {found[0].values[0]!r}, and was {found[0].values[1]!r} in the run "
+                "that `schedule` repeats"
+            )
         if "policy_version" in metrics:
             self._before, self._now = self._now, int(metrics["policy_version"])
             self._largest = metrics.get("logprob_mismatch_max", 0.0)

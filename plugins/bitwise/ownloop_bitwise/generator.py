@@ -21,6 +21,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from generator.cpu.weight_packing import multiply_by
 from ownloop_bitwise import ops, sampling
 from ownloop_bitwise.adapters import BitwiseAdapters
+from ownloop_bitwise.draws import draw_by_position
 from ownloop_bitwise.shape import inverse_frequencies
 from rl.system.decoders import DecoderConfig
 
@@ -45,6 +46,7 @@ def compute_bitwise(engine: LLMEngine, shape: DecoderConfig) -> None:
     sampler.apply_temperature = sampling.apply_temperature
     sampler.topk_topp_sampler.cut = sampling.cut
     sampler.topk_topp_sampler.log_softmax = sampling.log_softmax_
+    draw_by_position(runner)
 
 
 def _change(name: str, layer: Any, table: Tensor, neighbours: bool) -> None:

@@ -1,13 +1,15 @@
 """The generator's side as a part of its engine. Imports neither torch nor vLLM, for the controller."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from generator.engine_part import EnginePart
 from ownloop_bitwise.shape import DTYPES, check_host, read_shape
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
+
+    from rl.protocols import Schedule
 
 _ONE_VALUE: Mapping[str, tuple[object, str]] = {
     "tensor_parallel": (1, "ranks would add parts of a product; use num_replicas"),
@@ -44,3 +46,10 @@ class BitwiseGenerator(EnginePart):
         from ownloop_bitwise.generator import compute_bitwise
 
         compute_bitwise(engine, read_shape(self.config.model))
+
+    @staticmethod
+    def schedule(config: Any) -> "Schedule":
+        """See `EnginePart`."""
+        from ownloop_bitwise.schedule import RunSchedule
+
+        return RunSchedule(config)

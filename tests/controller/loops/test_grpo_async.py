@@ -54,7 +54,7 @@ def _values(folder: RunFolder) -> list[dict[str, float]]:
 
 def _rollouts(folder: RunFolder) -> list[dict[str, Any]]:
     rows = recorded_rows(folder.path)
-    return [{name: value for name, value in row.items() if name != "environment_s"} for row in rows]
+    return [{name: value for name, value in row.items() if name not in ("environment_s", "number")} for row in rows]
 
 
 def _weights(folder: RunFolder) -> str:

@@ -65,6 +65,7 @@ GROUPS = st.builds(
     prompt=TEXT,
     rollouts=st.lists(ROLLOUTS, min_size=1, max_size=3).map(tuple),
     failures=st.lists(TEXT, max_size=2).map(tuple),
+    number=st.none() | TOKEN,
 )
 
 
@@ -73,6 +74,7 @@ GROUPS = st.builds(
 @given(st.lists(GROUPS, max_size=3))
 def test_groups_come_back_as_they_were(groups: list[Group]) -> None:
     back = table_to_groups(pq.read_table(pa.BufferReader(parquet_bytes(groups_to_table(groups)))))
+    assert [group.number for group in back] == [group.number for group in groups]
     assert back == groups
     seconds = [[rollout.environment_s for rollout in group.rollouts] for group in back]  # which == leaves out
     assert seconds == [[rollout.environment_s for rollout in group.rollouts] for group in groups]

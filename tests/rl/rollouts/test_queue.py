@@ -257,3 +257,13 @@ def test_values_out_of_range_are_refused() -> None:
         RolloutQueue(Sampler(), range(1, 3), PER_STEP, -1)
     with pytest.raises(ValueError, match="groups_per_step is 0"):
         RolloutQueue(Sampler(), range(1, 3), 0, 1)
+
+
+def test_groups_are_taken_in_an_order_that_is_given() -> None:
+    async def run() -> list[list[int]]:
+        sampler = Sampler(seed=3)
+        queue = RolloutQueue(sampler, range(1, 4), PER_STEP, max_staleness=1, order=order)
+        return await _loop(sampler, queue, range(1, 4), lambda _: None)
+
+    order = {1: [1, 2, 5], 2: [3, 0, 7], 3: [8, 4, 6]}
+    assert asyncio.run(asyncio.wait_for(run(), LIMIT_S)) == [[1, 2, 5], [0, 3, 7], [4, 6, 8]]
