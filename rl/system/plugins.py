@@ -31,7 +31,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "hosts": "kubernetes slurm ssh workers",
         "transports": "nccl network",
     },
-    "instruments": {"commands": "capsule regrade"},
+    "instruments": {"commands": "bisect capsule regrade"},
     "megatron": {"engines": "fsdp1 megatron megatron_fsdp"},
     "plan": {"commands": "plan"},
     "report": {"commands": "report", "observers": "curves report tensorboard trackio wandb"},

@@ -1,1 +1,1 @@
-"""Instruments for ownloop: recorded rollouts under another reward, and one micro-batch as a file."""
+"""Instruments for ownloop: rollouts under another reward, a micro-batch as a file, why two trainings differ."""

@@ -168,7 +168,7 @@ def replay(
     `model` and `checkpoint` say where the directories lie here; None for where they lay. `changes` are fields of the
     trainer's configuration. Raises ValueError for weights of another digest.
     """
-    here = {name: _weights(capsule, name, path) for name, path in (("model", model), ("checkpoint", checkpoint))}
+    here = {name: weights_of(capsule, name, path) for name, path in (("model", model), ("checkpoint", checkpoint))}
     config = capsule.trainer_config(**changes)
     torch.set_num_threads(config.num_threads)
     assert here["model"] is not None
@@ -179,8 +179,8 @@ def replay(
     return found, [*_other_facts(capsule), *(f"{name} is {value!r} here" for name, value in changes.items())]
 
 
-def _weights(capsule: Capsule, name: str, given: Path | None) -> Path | None:
-    """The directory of the model or of the checkpoint; None for no checkpoint."""
+def weights_of(capsule: Capsule, name: str, given: Path | None) -> Path | None:
+    """The directory of the "model" or of the "checkpoint"; None for no checkpoint. Raises ValueError for another."""
     if not capsule.weights[name]:
         if given is not None:
             raise ValueError(f"--{name} is {given}; the capsule has none")

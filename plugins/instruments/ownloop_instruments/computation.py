@@ -115,7 +115,7 @@ class Computation:
 def compute(engine: Engine, microbatch: Sequence[Datum], loss: Loss, *, layers: bool = False) -> Computation:
     """The forward and backward pass of a micro-batch alone; leaves no gradient. `layers` looks at every module."""
     seen: dict[str, Summary] = {}
-    with _observed(seen) if layers else contextlib.nullcontext():
+    with observed(seen) if layers else contextlib.nullcontext():
         output = engine.forward_backward([microbatch], loss)
     for number, logprobs in enumerate(output.logprobs):
         seen[f"log-probs of datum {number}"] = Summary.of(torch.from_numpy(np.ascontiguousarray(logprobs)))
@@ -129,7 +129,7 @@ def compute(engine: Engine, microbatch: Sequence[Datum], loss: Loss, *, layers: 
 
 
 @contextlib.contextmanager
-def _observed(seen: dict[str, Summary]) -> Generator[None]:
+def observed(seen: dict[str, Summary]) -> Generator[None]:
     """Within the block, each module's first input and output are summed up under its name, when it is first called."""
     names: dict[int, str] = {}
     running = list[nn.Module]()
