@@ -1,6 +1,6 @@
 """Every engine on this machine's device against the CPU: losses, gradient norms, and a checkpoint there and back.
 
-    python -m benchmarks.gpu.numerics [--smoke]
+    python -m benchmarks.gpu.numerics [--smoke] [--only CASE ...]
 
 Three steps of cross-entropy over the same batch, also over prompts that share tokens, and with the optimizer's state on
 the host. The reference is the same engine in float32, in a process that sees no
@@ -162,12 +162,15 @@ def compared(case: Case, result: Result, reference: Result) -> list[Bar]:
 
 def main() -> None:
     """Runs the comparisons and prints the result."""
-    options = parser(__doc__, quick="as without").parse_args()
     import torch
 
     gpu = torch.cuda.is_available()
-    found = cases(gpu=gpu)
-    if options.smoke:
+    names = {str(case): case for case in cases(gpu=gpu)}
+    options_parser = parser(__doc__, quick="as without")
+    options_parser.add_argument("--only", nargs="+", choices=names, metavar="CASE", help=", ".join(names))
+    options = options_parser.parse_args()
+    found = [names[name] for name in options.only or names]
+    if options.smoke and not options.only:
         found = [case for case in found if case.family == "llama"]
     bars: list[Bar] = []
     with tempfile.TemporaryDirectory() as folder:
