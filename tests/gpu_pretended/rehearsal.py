@@ -37,6 +37,13 @@ _LAYOUTS = (
     *("transformers_fsdp2_tied", "fsdp1_tied", "megatron_sharded2_tied", "megatron_tp2_tied"),
 )
 _INTERPRETED = {"TRITON_INTERPRET": "1"}
+_TWO_GPUS = {
+    **_INTERPRETED,
+    "VLLM_DISABLE_PYNCCL": "1",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
+"""For a generator with tensor parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +141,7 @@ PARTS = (
         ("-m", "tests.gpu_pretended.generator", "2"),
         gpus=2,
         gib=2.0,
-        variables={
-            **_INTERPRETED,
-            "VLLM_DISABLE_PYNCCL": "1",
-            "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-            "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-        },
+        variables=_TWO_GPUS,
     ),
     Part(
         "adapters",
@@ -160,10 +162,24 @@ PARTS = (
         "colocated",
         "`ownloop run` trains a mixture on two GPUs, whose memory two ranks under FSDP2 and two generators have in "
         "turns; after every push from GPU to GPU the generators' log-probs are the trainer's.",
-        ("-m", "tests.gpu_pretended.colocated"),
+        ("-m", "tests.gpu_pretended.whole_runs", "colocated"),
         gpus=2,
         gib=1.0,
         variables=_INTERPRETED,
+    ),
+    Part(
+        "whole_runs",
+        "`ownloop run` learns and agrees with its generators with FSDP 2, and FSDP 2 x TP 2, pushing to one and to two "
+        "generators of TP 2; with HSDP 2 x 2 and EP 2 over a mixture to TP 2; with PP 2 x FSDP 2; and with FSDP 8. A "
+        "rank that is killed after a step costs a restart.",
+        (
+            *("-m", "tests.gpu_pretended.whole_runs", "fsdp2_tp2", "fsdp2xtp2_2xtp2", "hsdp2x2_ep2_tp2"),
+            *("pp2xfsdp2", "fsdp8", "restart"),
+        ),
+        gpus=9,
+        gib=1.0,
+        variables=_TWO_GPUS,
+        limit_s=1800.0,
     ),
 )
 
