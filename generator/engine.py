@@ -247,7 +247,7 @@ class GenerationEngine:
             patch_cpu()
             if (family := find_family(config)) is not None and family.patch_cpu:
                 resolve_name(family.patch_cpu)()
-        parts = engine_parts(self._config, has_gpu=not current_platform.is_cpu())
+        self._parts = parts = engine_parts(self._config, has_gpu=not current_platform.is_cpu())
         for part in parts:
             part.before_build()
         # vLLM's defaults depend on who asks: on an H100 a step of its `LLM` computes 16,384 tokens, of others 2,048.
@@ -318,6 +318,8 @@ class GenerationEngine:
 
     def _update(self, update: Update) -> None:
         """Applies an update. If it leaves a mixture of versions, running requests are aborted."""
+        for part in self._parts:
+            part.check_version(update.record)
         self._updates.finish_steps(self._step)
         try:
             with self._clock.during("pull"):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # the imports would load vLLM
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from generator.config import GeneratorConfig
+    from rl.weights.version import VersionRecord
 
 
 class EnginePart:
@@ -45,6 +46,9 @@ class EnginePart:
 
     def after_build(self, engine: "LLMEngine") -> None:
         """Gets the engine before its first request."""
+
+    def check_version(self, record: "VersionRecord") -> None:
+        """Raises ValueError for a version with whose weights the trainer computes otherwise than this engine."""
 
     @staticmethod
     def schedule(config: Any) -> Schedule:

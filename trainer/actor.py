@@ -1,7 +1,7 @@
 """`PolicyTrainer`: one rank of the trainer, in its own process. The engine does the mathematics."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -131,7 +131,8 @@ class PolicyTrainer(Actor):
         """Publishes the current weights in the generator's dtype; see `WeightPublisher.publish`."""
         engine, publisher = self._policies[policy].engine, self._policies[policy].publisher
         with engine.memory.phase("push_model_state_dict"):
-            return await publisher.publish(engine.policy_version, engine.hf_parameters(), engine.frozen_names)
+            record = await publisher.publish(engine.policy_version, engine.hf_parameters(), engine.frozen_names)
+        return None if record is None else replace(record, arithmetic=self._policies[None].engine.arithmetic)
 
     @endpoint
     async def save_checkpoint(self, policy: str | None, path: Path, asynchronous: bool, keep_last: int | None) -> None:

@@ -137,6 +137,8 @@ class VersionRecord:
     """The adapter's shape and scale; its tensors go by PEFT's names, B unscaled. None for the model itself."""
     location: Any = None
     """Where the tensors lie, in the transport's own terms; None if they are in TorchStore."""
+    arithmetic: str = ""
+    """`trainer.engines.base.Engine.arithmetic` of the publisher."""
     checksums: tuple[int, ...] = ()
     """`element_sum` of every tensor, in the manifest's order; empty if the tensors' checksums lie beside them."""
 

@@ -130,6 +130,8 @@ class Engine(ABC):
 
     hooks: MicrobatchHooks = MicrobatchHooks()
     """May be replaced between calls."""
+    arithmetic = ""
+    """What a generator has to compute by, for `EnginePart.check_version`, and where this engine computes."""
 
     @property
     @abstractmethod

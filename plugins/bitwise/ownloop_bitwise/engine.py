@@ -1,8 +1,11 @@
 """The engine `bitwise`: torchtitan's, whose forward pass computes bit by bit what a generator of this plug-in does."""
 
+import socket
 from pathlib import Path
 
-from ownloop_bitwise.library import kernels
+import torch.distributed
+
+from ownloop_bitwise.library import bfloat16_path, check_one_path, kernels
 from ownloop_bitwise.packed import packing_layers
 from ownloop_bitwise.shape import BitwiseDecoder, read_shape
 from rl.system.decoders import DecoderConfig
@@ -19,6 +22,16 @@ class BitwiseEngine(TitanEngine):
         super().__init__(config)
         for layer in packing_layers(self._model):
             layer.keeps_packed = config.num_ranks == 1
+        if config.compute_dtype == "bfloat16":
+            self.arithmetic = f"{bfloat16_path()} in the trainer on {socket.gethostname()}"
+            if config.num_ranks > 1:
+                self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """Raises ValueError unless all ranks have one path."""
+        places = [self.arithmetic] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(places, self.arithmetic)
+        check_one_path({where: path for path, _, where in (each.partition(" in ") for each in places)})
 
     def _shape(self, model: Path) -> DecoderConfig:
         return BitwiseDecoder.of(read_shape(model))

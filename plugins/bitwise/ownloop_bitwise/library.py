@@ -45,6 +45,7 @@ _FLAGS: Mapping[str, Sequence[str]] = {
 All give the same bits, but for bfloat16 products with "avx512_bf16".
 """
 _NEEDS = {"avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}, "avx2": {"avx2", "fma"}}
+_CAP = "ONEDNN_MAX_CPU_ISA"
 _CAPS_BELOW_BFLOAT16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
 _COMMON = ("-O3", "-std=gnu11", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
 _COMPILERS = ("gcc", "cc", "clang")
@@ -54,7 +55,7 @@ def instruction_set() -> str:
     """The widest that this processor has, or that ONEDNN_MAX_CPU_ISA leaves. Raises ValueError if there is none."""
     if platform.machine() in ("aarch64", "arm64"):
         return "neon"
-    features, cap = cpu_features(), os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    features, cap = cpu_features(), os.environ.get(_CAP, "").upper()
     if _NEEDS["avx512"] <= features and not cap.startswith("AVX2"):
         return "avx512_bf16" if "avx512_bf16" in features and cap not in _CAPS_BELOW_BFLOAT16 else "avx512"
     if _NEEDS["avx2"] <= features:
@@ -63,6 +64,21 @@ def instruction_set() -> str:
         f"numerics is 'bitwise', which needs a processor with AVX2 and FMA, AVX-512, or aarch64; this is "
         f"{platform.machine()} without them"
     )
+
+
+def bfloat16_path() -> str:
+    """How this process multiplies bfloat16. Processes with different paths have different bits."""
+    return "pairs (vdpbf16ps)" if instruction_set() == "avx512_bf16" else "single products"
+
+
+def check_one_path(places: Mapping[str, str]) -> None:
+    """Raises ValueError unless all processes of a run have one path. `places` are the paths by role and host."""
+    if len({*places.values()}) > 1:
+        found = " and ".join(f"by {path} in {place}" for place, path in places.items())
+        raise ValueError(
+            f"numerics is 'bitwise', and bfloat16 is multiplied {found}, whose bits differ; set "
+            f"{_CAP}={_CAPS_BELOW_BFLOAT16[0]} in the environment of all hosts, or take dtype 'float32'"
+        )
 
 
 def find_compiler() -> str:

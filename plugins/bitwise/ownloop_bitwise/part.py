@@ -1,15 +1,18 @@
 """The generator's side as a part of its engine. Imports neither torch nor vLLM, for the controller."""
 
+import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from generator.engine_part import EnginePart
+from ownloop_bitwise.library import bfloat16_path, check_one_path
 from ownloop_bitwise.shape import DTYPES, check_host, read_shape
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from rl.protocols import Schedule
+    from rl.weights.version import VersionRecord
 
 _ONE_VALUE: Mapping[str, tuple[object, str]] = {
     "tensor_parallel": (1, "ranks would add parts of a product; use num_replicas"),
@@ -46,6 +49,12 @@ class BitwiseGenerator(EnginePart):
         from ownloop_bitwise.generator import compute_bitwise
 
         compute_bitwise(engine, read_shape(self.config.model))
+
+    def check_version(self, record: "VersionRecord") -> None:
+        """Raises ValueError for a trainer that multiplies bfloat16 by another path than this process."""
+        path, _, where = record.arithmetic.partition(" in ")
+        if path:
+            check_one_path({where: path, f"the generator on {socket.gethostname()}": bfloat16_path()})
 
     @staticmethod
     def schedule(config: Any) -> "Schedule":

@@ -131,6 +131,18 @@ def test_one_bit_of_one_weight_that_a_push_changes_ends_the_run(
     folder.close()
 
 
+def test_two_paths_of_bfloat16_are_refused_before_anything_is_sampled(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ownloop_bitwise.engine.bfloat16_path", lambda: "another path")
+    with pytest.raises(ValueError, match=r"by another path in the trainer on .* in the generator on .*MAX_CPU_ISA="):
+        run(grpo, recipe(model), tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    wide = recipe(model, num_steps=1)
+    wide = replace(wide, trainer=replace(wide.trainer, compute_dtype="float32"))
+    assert run(grpo, replace(wide, generator=replace(wide.generator, dtype="float32")), tmp_path / "wide").metrics()
+
+
 def _group() -> Group:
     """Two rollouts of two turns, the first of which began with an older version."""
 
