@@ -1,6 +1,8 @@
 """`ownloop check-env`, `check-engine` and `parity`: whether a part of a run keeps its contract."""
 
 import importlib
+import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from controller.commands.processes import finish
 from controller.commands.recipes import find_recipe, load_recipe, runnable_configuration
 from controller.runs.loop_config import options_of
 from rl.checks import errors_of_user_code, see_working_directory
+from rl.system.plugins import how_to_install, is_installed
 from trainer.config import parse_layout
 from trainer.engine_table import find_engine
 
@@ -143,9 +146,18 @@ class Parity(TakesFields):
     """A name that `ownloop list` shows, or a Python file's path."""
     limit: float = 0.05
     """The largest mean |log-prob mismatch| that passes."""
+    bitwise: bool = False
+    """With `--numerics bitwise`: name the first operation, with its layer, whose output differs by a bit."""
 
     def run(self) -> int:
         """Prints the table. Returns 1 if the mismatch is above the limit, or if the processes failed."""
+        if self.bitwise:
+            if not is_installed("ownloop-bitwise"):
+                raise ValueError(f"--bitwise needs ownloop-bitwise: {how_to_install('ownloop-bitwise')}")
+            if (numerics := runnable_configuration(self.recipe, self.fields, "parity").numerics) != "bitwise":
+                raise ValueError(f"numerics is {numerics!r}, and --bitwise is for 'bitwise'; add --numerics bitwise")
+            command = [sys.executable, "-m", "ownloop_bitwise.trace", self.recipe, *self.fields]
+            return subprocess.run(command, check=False).returncode
         with CapturedOutput() as output:
             config = runnable_configuration(self.recipe, self.fields, "parity")
             from ownloop_doctors.mismatch import recipe_parity
