@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from ownloop_instruments.computation import ROUNDING, Computation, Summary, compute
+from ownloop_instruments.cut import Cut
 from ownloop_instruments.one_process import lone_engine
 from rl.lora import LoRAConfig
 from rl.losses import get_loss
@@ -55,6 +56,8 @@ class Capsule:
     random_state: NDArray[np.uint8]
     """Torch's, of the CPU, before the computation."""
     computed: Computation
+    cut: Cut | None = None
+    """What a replay from a layer on needs in place of the weights, which `weights` then does not name."""
 
     def trainer_config(self, **changes: Any) -> TrainerConfig:
         """The configuration of a trainer that computes it."""
@@ -101,6 +104,9 @@ def write_capsule(capsule: Capsule, file: Path) -> None:
         arrays |= _arrays(datum, f"data.{number}")
     arrays |= {f"computed.{n}": each.pieces for n, each in enumerate(capsule.computed.values.values())}
     rest = {name: to_json(getattr(capsule, name)) for name in ("loss", "loss_config", "trainer", "facts", "weights")}
+    if capsule.cut is not None:
+        arrays |= {"cut.hidden": capsule.cut.hidden, **{f"cut.weights.{n}": a for n, a in capsule.cut.weights.items()}}
+        rest["cut"] = {"layer": capsule.cut.layer, "config": capsule.cut.config}
     values = [[name, each.digest, each.num_not_finite] for name, each in capsule.computed.values.items()]
     header = {
         **rest,
@@ -144,8 +150,17 @@ def read_capsule(file: Path) -> Capsule:
         data=tuple(_datum(arrays, f"data.{n}.", t) for n, t in enumerate(header["temperatures"])),
         random_state=arrays["random_state"],
         computed=Computation(summaries, float(header["total"])),
+        cut=_cut(header, arrays),
         **{name: header[name] for name in ("loss", "loss_config", "trainer", "facts", "weights")},
     )
+
+
+def _cut(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Cut | None:
+    if "cut" not in header:
+        return None
+    prefix = "cut.weights."
+    weights = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+    return Cut(**header["cut"], hidden=arrays["cut.hidden"], weights=weights)
 
 
 def _datum(arrays: Mapping[str, NDArray[Any]], prefix: str, temperature: float) -> Datum:
@@ -169,13 +184,18 @@ def replay(
     trainer's configuration. Raises ValueError for weights of another digest.
     """
     here = {name: weights_of(capsule, name, path) for name, path in (("model", model), ("checkpoint", checkpoint))}
-    config = capsule.trainer_config(**changes)
+    config, loss = capsule.trainer_config(**changes), get_loss(capsule.loss, capsule.loss_config)
     torch.set_num_threads(config.num_threads)
-    assert here["model"] is not None
-    engine = lone_engine(config, here["model"], here["checkpoint"])
-    torch.set_rng_state(torch.from_numpy(capsule.random_state.copy()))
     layers = any(name.startswith("output of ") for name in capsule.computed.values)
-    found = compute(engine, capsule.data, get_loss(capsule.loss, capsule.loss_config), layers=layers)
+    if capsule.cut is not None:
+        if config.engine != capsule.trainer["engine"]:
+            raise ValueError(f"--engine is {config.engine}; the kept input is laid out for {capsule.trainer['engine']}")
+        found = capsule.cut.compute(config, capsule.data, loss, layers=layers)
+    else:
+        assert here["model"] is not None
+        engine = lone_engine(config, here["model"], here["checkpoint"])
+        torch.set_rng_state(torch.from_numpy(capsule.random_state.copy()))
+        found = compute(engine, capsule.data, loss, layers=layers)
     return found, [*_other_facts(capsule), *(f"{name} is {value!r} here" for name, value in changes.items())]
 
 

@@ -1,5 +1,7 @@
 """`ownloop capsule`: makes a capsule of a run's step, and replays one."""
 
+import atexit
+import gc
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +34,9 @@ class CapsuleCommand(OfRuns):
     finite, or else the one with the largest gradient."""
     layers: bool = False
     """Of a run: keep the inputs and outputs of every module, in a few numbers each."""
+    from_layer: int | None = None
+    """Of a run: keep the input of this layer, from 0, and the weights from there on in the file. A replay then needs no
+    model and begins at the layer."""
     nearest: bool = False
     """Of a run: use the newest checkpoint before the step, if it is not that of the step before."""
     out: Annotated[Path | None, arg(metavar="FILE.capsule")] = None
@@ -48,7 +53,8 @@ class CapsuleCommand(OfRuns):
     def __post_init__(self) -> None:
         """Raises ValueError for options that are for the other use."""
         of_run = {"--step": self.step is not None, "--datum": self.datum is not None, "--layers": self.layers,
-                  "--nearest": self.nearest, "--out": self.out is not None}  # fmt: skip
+                  "--from-layer": self.from_layer is not None, "--nearest": self.nearest,
+                  "--out": self.out is not None}  # fmt: skip
         of_file = {"--model": self.model is not None, "--checkpoint": self.checkpoint is not None,
                    "--engine": bool(self.engine), "--compute-dtype": bool(self.compute_dtype)}  # fmt: skip
         is_file = self.source.endswith(_SUFFIX)
@@ -74,12 +80,18 @@ class CapsuleCommand(OfRuns):
         return 0 if equal else FAILED
 
     def _replayed(self) -> tuple[bool, list[str]]:
-        from ownloop_instruments.capsule import read_capsule, replay, verdict
+        # Looking for garbage among what the imports make, now and at the interpreter's end, is a third of a replay.
+        gc.disable()
+        atexit.register(gc.freeze)
+        try:
+            from ownloop_instruments.capsule import read_capsule, replay, verdict
 
-        capsule = read_capsule(Path(self.source))
-        changes = {name: getattr(self, name) for name in ("engine", "compute_dtype") if getattr(self, name)}
-        found, others = replay(capsule, self.model, self.checkpoint, **changes)
-        equal, lines = verdict(capsule, found, others)
+            capsule = read_capsule(Path(self.source))
+            changes = {name: getattr(self, name) for name in ("engine", "compute_dtype") if getattr(self, name)}
+            found, others = replay(capsule, self.model, self.checkpoint, **changes)
+            equal, lines = verdict(capsule, found, others)
+        finally:
+            gc.enable()
         return equal, [_described(capsule), *lines]
 
     def _made(self) -> Iterator[str]:
@@ -92,7 +104,8 @@ class CapsuleCommand(OfRuns):
         step = microbatches_of(run, self.step, nearest=self.nearest)
         if self.datum is None:
             yield from whole_step(step)
-        capsule = step.capsule(step.chosen if self.datum is None else step.number_of(self.datum), layers=self.layers)
+        number = step.chosen if self.datum is None else step.number_of(self.datum)
+        capsule = step.capsule(number, layers=self.layers, from_layer=self.from_layer)
         file = self.out or Path(f"{run.name}-step-{self.step}{_SUFFIX}")
         write_capsule(capsule, file)
         yield _described(capsule)
@@ -114,5 +127,7 @@ def _described(capsule: "Capsule") -> str:
 
 
 def _weights(capsule: "Capsule") -> str:
+    if capsule.cut is not None:
+        return f"in the file, from layer {capsule.cut.layer} on"
     name = "checkpoint" if capsule.weights["checkpoint"] else "model"
     return f"{name} {capsule.weights[name]}, sha256 {capsule.weights[f'{name}_digest'][:12]}"

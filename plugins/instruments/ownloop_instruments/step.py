@@ -15,12 +15,15 @@ from controller.runs.models import resolve_model
 from controller.runs.recording import read_recording
 from ownloop_instruments.capsule import Capsule, digest_of, facts_here, source_of, trainer_json
 from ownloop_instruments.computation import compute
+from ownloop_instruments.cut import cut_at
 from ownloop_instruments.one_process import checkpoint_before, dot, gradient, lone_engine
 from rl.data.batching import plan_batch
 from rl.losses import Loss, get_loss
 from rl.rollouts.episodes import group_to_data
 from rl.types import Datum
 from trainer.engines.base import Engine
+
+_WEIGHTS = ("model", "model_digest", "checkpoint", "checkpoint_digest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +65,19 @@ class Step:
         """The datums of a part."""
         return tuple(self.batch[i] for i in self.parts[number].datums)
 
-    def capsule(self, number: int, *, layers: bool) -> Capsule:
-        """Computes a part, and keeps it. If numbers of it are not finite, it looks at every module, too."""
+    def capsule(self, number: int, *, layers: bool, from_layer: int | None = None) -> Capsule:
+        """Computes a part, and keeps it. If numbers of it are not finite, it looks at every module, too.
+
+        With `from_layer` it keeps the layer's input and the weights from there on, and names no others.
+        """
         part, state = self.parts[number], torch.get_rng_state()
         computed = compute(self.engine, self.data(number), self.loss, layers=layers)
         if not computed.is_finite and not layers:
             torch.set_rng_state(state)
             computed = compute(self.engine, self.data(number), self.loss, layers=True)
+        cut, trainer = None, self.config.policy_config
+        if from_layer is not None:
+            cut, computed = cut_at(from_layer, self.engine, trainer, self.model, self.data(number), self.loss)
         facts = {
             "run": self.run.name,
             "step": self.number,
@@ -85,9 +94,10 @@ class Step:
             data=self.data(number),
             loss=self.config.loss,
             loss_config=self.config.loss_config,
-            trainer=trainer_json(self.config.policy_config),
+            trainer=trainer_json(trainer),
             facts=facts,
-            weights=self._weights(),
+            weights=self._weights() if cut is None else dict.fromkeys(_WEIGHTS, ""),
+            cut=cut,
             random_state=state.numpy().copy(),
             computed=computed,
         )

@@ -91,6 +91,29 @@ def test_a_replay_is_equal_to_the_last_bit(run: str, runs: Path, capfd: pytest.C
     assert told[-1] == f"equal: all {len(capsule.computed.values)} values, to the last bit"
 
 
+def test_from_a_layer_on_it_needs_no_weights(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    _made(capfd, source="a", step=2, datum=0, layers=True, out=Path("whole.capsule"))
+    told = _made(capfd, source="a", step=2, datum=0, from_layer=1, out=Path("cut.capsule"))
+    assert told[-1].endswith("weights: in the file, from layer 1 on")
+    whole, cut = read_capsule(Path("whole.capsule")), read_capsule(Path("cut.capsule"))
+    assert not any(cut.weights.values())
+    assert not any("layers.0" in name or "embed" in name for name in cut.computed.values if "output of" in name)
+    for name, value in cut.computed.values.items():
+        if "layers.1" in name or "log-probs" in name or name == "loss" or "model.norm" in name:
+            assert whole.computed.values[name].digest == value.digest, name
+    shutil.move("cache", "moved")
+    try:
+        assert _made(capfd, source="cut.capsule")[-1].startswith(f"equal: all {len(cut.computed.values)} values")
+    finally:
+        shutil.move("moved", "cache")
+    with pytest.raises(ValueError, match="--engine is fsdp2; the kept input is laid out for torchtitan"):
+        CapsuleCommand(source="cut.capsule", engine="fsdp2").run()
+    with pytest.raises(ValueError, match="--from-layer is 2; the model has layers 0 to 1"):
+        CapsuleCommand(source="a", step=2, from_layer=2).run()
+    with pytest.raises(ValueError, match="--from-layer is for dense models that are trained whole"):
+        CapsuleCommand(source="adapted", step=2, from_layer=1).run()
+
+
 def test_another_engine_is_equal_but_for_rounding(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
     _made(capfd, source="a", step=1, datum=0, out=Path("engines.capsule"))
     told = _made(capfd, source="engines.capsule", engine="fsdp2")
