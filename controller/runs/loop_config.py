@@ -105,8 +105,8 @@ class LoopConfig:
     restart_window_minutes: Rare[Positive] = 60.0
     """The time in which `max_restarts` are counted."""
     log: Several[str] = ()
-    """Where metrics and samples go in addition to the run's folder: "tensorboard", "wandb", "trackio". See
-    `plugins/report/README.md`."""
+    """Where metrics and samples go in addition to the run's folder: "tensorboard", "wandb", "trackio",
+    "opentelemetry". See `plugins/report/README.md`."""
     hosts: Hosts | None = None
     """Other hosts to run on, by role: `--hosts trainer=n1:26600,n2:26600 generator=n3:26600`, or `--hosts ssh ...`,
     `slurm ...`, `kubernetes ...`. None: this host. See `plugins/hosts/README.md`."""

@@ -46,11 +46,13 @@ NAVIGATION: Navigation = {
         "Options of published losses": "plugins/shelf/docs/losses.md",
         "Agents": "plugins/agents/README.md",
         "Tinker scripts": "plugins/server/README.md",
+        "Check a Tinker server": "plugins/referee/README.md",
     },
     "Watch a run": {
         "By symptom": "docs/symptoms.md",
         "The folder of a run": "docs/run_folder.md",
         "Reports and loggers": "plugins/report/README.md",
+        "Runs for an assistant": "plugins/mcp/README.md",
         "Resume and recover": "docs/resume.md",
         "Check a model, a run, a task": "plugins/doctors/README.md",
         "Grade rollouts again": "plugins/instruments/README.md",

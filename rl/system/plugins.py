@@ -32,9 +32,11 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "transports": "nccl network",
     },
     "instruments": {"commands": "bisect capsule regrade"},
+    "mcp": {"commands": "mcp"},
     "megatron": {"engines": "fsdp1 megatron megatron_fsdp"},
     "plan": {"commands": "plan"},
-    "report": {"commands": "report", "observers": "curves report tensorboard trackio wandb"},
+    "referee": {"commands": "check-tinker"},
+    "report": {"commands": "report", "observers": "curves opentelemetry report tensorboard trackio wandb"},
     "sandbox": {},
     "server": {"commands": "export-tinker key serve", "generators": "openai"},
     "shelf": {

@@ -1,0 +1,1 @@
+"""An MCP server over runs, reports, plans and parity."""
