@@ -56,7 +56,7 @@ def test_a_client_reads_runs_and_plans_and_can_do_no_more(tmp_path: Path) -> Non
         assert {"loss", "eval_reward"} <= set(report["names"])
         failed, text = await called(session, "read_report", run="one", metrics=["loss"])
         assert json.loads(text)["metrics"]["loss"][-1] == [121, None]
-        failed, text = await called(session, "plan", recipe="gsm8k_qwen3_gpu", options=["--gpu", "h100"])
+        failed, text = await called(session, "plan", recipe="gsm8k_grpo_qwen3_gpu", options=["--gpu", "h100"])
         assert (failed, "GiB" in text) == (False, True), text
         for tool, arguments, says in (
             ("read_report", {"run": "../one"}, "must be the name of a folder"),

@@ -70,8 +70,8 @@ def resume(bench: Bench, found: Findings) -> None:
 
 def two_writers(bench: Bench, found: Findings) -> None:
     """Of two processes that write to one model, neither gets the other's results, and none waits for ever."""
-    first = bench.fresh()
-    second = bench.second_writer(first, bench.connect(bench.settings.key))
+    first, service = bench.fresh(), bench.connect(bench.settings.key)
+    second = bench.second_writer(first, service)
     for name, writer, data in (
         ("first", first, [of_datum(bench.sequences[1])]),
         ("second", second, [of_datum(bench.sequences[0])] * 2),
@@ -120,5 +120,5 @@ def users(bench: Bench, found: Findings) -> None:
             found.right.append(f"cannot {what}")
         else:
             found.wrong.append(f"can {what} what is another's")
-    listed = bench.get(other.create_rest_client().list_training_runs(limit=100)).training_runs
-    found.check(client.model_id not in {run.training_run_id for run in listed}, "no runs of others are listed")
+    listed = {run.training_run_id for run in bench.get(other.create_rest_client().list_training_runs()).training_runs}
+    found.check(client.model_id not in listed, "no runs of others are listed")

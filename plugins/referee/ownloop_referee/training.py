@@ -86,8 +86,7 @@ def custom(bench: Bench, found: Findings) -> None:
     """`forward_backward_custom` has the gradient that its function has in NumPy."""
     client, p = bench.fresh(), bench.at_start
 
-    def loss(data: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-        del data
+    def loss(_: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         joined = torch.cat([each.flatten() for each in logprobs])
         return (joined.exp() + 0.1 * joined**2).sum() - 0.5 * joined.mean() ** 3, {}
 
