@@ -65,6 +65,7 @@ _SUMMARY = ("model", "seed", "learning_rate", "num_steps", "prompts_per_step", "
 _SECONDS_BETWEEN = 30.0
 _TIMELINE_SECONDS_BETWEEN = 10.0
 _LARGEST_SHARE = 0.01
+_Step = tuple[int, Sequence[Datum], ForwardBackwardOutput]
 
 
 def write_report(
@@ -245,7 +246,7 @@ class ReportWriter(Observer):
         self._timeline.activate()
         self._samples = TokenSamples(folder.path, 0)
         self._num_steps = 0
-        self._last: tuple[int, Sequence[Datum], ForwardBackwardOutput] | None = None
+        self._last: _Step | None = None
         self._page_due_at = self._monotonic() + _SECONDS_BETWEEN
         self._timeline_due_at = self._monotonic() + _TIMELINE_SECONDS_BETWEEN
 
@@ -263,8 +264,7 @@ class ReportWriter(Observer):
         now = self._monotonic()
         if now >= self._page_due_at:
             self._page_due_at = float("inf")  # until it is written
-            self._add_samples()
-            self.folder.in_background(self._write_page)
+            self.folder.in_background(partial(self._write_page, self._taken()))
         elif now >= self._timeline_due_at:
             self._timeline_due_at = now + _TIMELINE_SECONDS_BETWEEN
             self.folder.in_background(self._timeline.write)
@@ -281,20 +281,20 @@ class ReportWriter(Observer):
 
     def _write_last_page(self, state: str) -> None:
         self._num_steps = 0
-        self._add_samples()
-        self.folder.in_background(lambda: self._write_page(state=state))
+        self.folder.in_background(partial(self._write_page, self._taken(), state))
 
-    def _add_samples(self) -> None:
-        """Keeps some answers of the last step with an update."""
-        if self._last is not None:
-            self._samples.add(*self._last)
-            self._last = None
+    def _taken(self) -> _Step | None:
+        """The last step with an update, if no page has its answers yet."""
+        last, self._last = self._last, None
+        return last
 
-    def _write_page(self, state: str | None = None) -> None:
+    def _write_page(self, last: _Step | None, state: str | None = None) -> None:
         """Writes both files. A mistake in the page is in the log, and does not end the run; a full disk does."""
         started = self._thread_time()
         try:
             self._timeline.write()
+            if last is not None:
+                self._samples.add(*last, self.folder.config)
             self._samples.write()
             self._write(self.folder.path, decoder_of(self.folder.path), self.folder.command, state=state)
         except RecordingError:  # a full disk is the run's problem, and not the page's

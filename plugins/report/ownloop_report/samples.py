@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from controller.runs.folder import CONFIG_FILE, SESSIONS
 from controller.runs.models import resolve_model
 from controller.runs.recording import recorded_files
+from ownloop_report.token_gradients import token_gradients
 from rl.images import images_of
 from rl.rollouts.columns import read_groups, table_to_groups
 from rl.system.disk import read_json, write_whole
@@ -89,11 +90,17 @@ class TokenSamples:
         self.file = run / TOKEN_SAMPLES
         self._samples = [sample for sample in read_token_samples(run) if sample["step"] <= last_step]
 
-    def add(self, step: int, batch: Sequence[Datum], output: ForwardBackwardOutput) -> None:
-        """Keeps a few datums of a step. Does nothing for a batch without the generator's log-probs."""
+    def add(
+        self, step: int, batch: Sequence[Datum], output: ForwardBackwardOutput, config: Mapping[str, Any] | None = None
+    ) -> None:
+        """Keeps a few datums of a step. Does nothing for a batch without the generator's log-probs.
+
+        With the run's `config`, it also keeps what each token does to the gradient, where the loss tells.
+        """
         if not all("logprobs" in datum.loss_inputs for datum in batch):
             return
-        for datum, p in [*zip(batch, output.logprobs, strict=True)][:_PER_STEP]:
+        gradients = token_gradients(batch, output.logprobs, config or {}) or [None] * len(batch)
+        for datum, p, gradient in [*zip(batch, output.logprobs, gradients, strict=True)][:_PER_STEP]:
             scored = np.flatnonzero(datum.counted)
             span = slice(scored[0], min(scored[-1] + 1, scored[0] + _MAX_TOKENS)) if len(scored) else slice(0)
             sampled = datum.counted[span]
@@ -103,7 +110,11 @@ class TokenSamples:
                 for side in sides
             )
             tokens = datum.loss_inputs["target_tokens"][span].tolist()
-            self._samples.append({"step": step, "tokens": tokens, "trainer": trainer, "generator": generator})
+            kept = {"step": step, "tokens": tokens, "trainer": trainer, "generator": generator}
+            if gradient is not None:
+                share, clipped = gradient
+                kept |= {"share": np.round(share[span].astype(float), 9).tolist(), "clipped": clipped[span].tolist()}
+            self._samples.append(kept)
         kept = sorted({sample["step"] for sample in self._samples})[-_MAX_STEPS:]
         self._samples = [sample for sample in self._samples if sample["step"] in kept]
 
@@ -159,21 +170,25 @@ def read_token_samples(run: Path) -> list[dict[str, Any]]:
 def mismatch_samples(run: Path, decode: Decode | None) -> list[dict[str, Any]]:
     """The recorded answers as [text, trainer's log-prob, generator's log-prob] of each token, the latest step first.
 
-    Both log-probs of a message of the environment are null.
+    Where they are known, the token's share of the step's gradient and whether it is clipped follow. Both log-probs of a
+    message of the environment are null.
     """
     return [
         {"step": sample["step"], "tokens": _both_sides(sample, decode)} for sample in reversed(read_token_samples(run))
     ]
 
 
-def _both_sides(sample: Mapping[str, Any], decode: Decode | None) -> list[tuple[str, float | None, float | None]]:
+def _both_sides(sample: Mapping[str, Any], decode: Decode | None) -> list[tuple[Any, ...]]:
     texts = _pieces(sample["tokens"], decode) if decode else [f"{token} " for token in sample["tokens"]]
-    rows: list[tuple[str, float | None, float | None]] = []
-    for text, ours, theirs in zip(texts, sample["trainer"], sample["generator"], strict=True):
-        if ours is None and rows and rows[-1][1] is None:
+    rows: list[tuple[Any, ...]] = []
+    columns = [sample[name] for name in ("trainer", "generator", "share", "clipped") if name in sample]
+    for text, ours, *others in zip(texts, *columns, strict=True):
+        if ours is not None:
+            rows.append((text, ours, *others))
+        elif rows and rows[-1][1] is None:
             rows[-1] = (rows[-1][0] + text, None, None)
         else:
-            rows.append((text, ours, theirs))
+            rows.append((text, None, None))
     return rows
 
 

@@ -31,7 +31,7 @@ def dialogue(name: str) -> Group:
 
 def reported_run(path: Path, num_steps: int = 20) -> RunFolder:
     """A run that is still going on: its folder is open."""
-    folder = RunFolder(path, {"model": "none", "num_steps": 40, "seed": 3})
+    folder = RunFolder(path, {"model": "none", "num_steps": 40, "seed": 3, "loss": "ppo"})
     timeline = Timeline(folder.path / TIMELINE)
     samples = TokenSamples(folder.path, 0)
     for step in range(num_steps + 1):
@@ -50,7 +50,7 @@ def reported_run(path: Path, num_steps: int = 20) -> RunFolder:
             folder.log_rollouts(step, [group(f"p{i}", f"{step}{i}") for i in range(4)])
     batch = group_to_data(Group(problem_id="p", prompt="", rollouts=group("p", "ab", "cd").rollouts), lambda r: r)
     logprobs = tuple(np.where(datum.weights != 0, -1.25, 0).astype(np.float32) for datum in batch)
-    samples.add(num_steps, batch, ForwardBackwardOutput(logprobs=logprobs, entropy=None, metrics={}))
+    samples.add(num_steps, batch, ForwardBackwardOutput(logprobs=logprobs, entropy=None, metrics={}), folder.config)
     samples.write()
     timeline.write()
     folder.flush()

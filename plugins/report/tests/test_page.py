@@ -77,7 +77,7 @@ def test_what_a_report_holds(tmp_path: Path) -> None:
     assert [answer["step"] for answer in first["answers"]] == [0, 10, 20]
     assert first["answers"][1]["tokens"][:2] == [("e", -1.0), ("v", -1.0)]
     sample = contents["mismatch"][0]
-    assert sample == {"step": 20, "tokens": [("c", -1.25, -1.0), ("d", -1.25, -1.0)]}
+    assert sample == {"step": 20, "tokens": [("c", -1.25, -1.0, 0.25, False), ("d", -1.25, -1.0, 0.25, False)]}
 
 
 @pytest.mark.stranger("F6")
@@ -194,7 +194,11 @@ def _drawn(page: str, folder: Path) -> str:
 def test_a_browser_draws_the_page(tmp_path: Path) -> None:
     folder = reported_run(tmp_path / "a")
     page = write_report(folder.path, _decode, "ownloop run mine").read_text()
-    hover = "document.querySelector('#mismatch .token').dispatchEvent(new MouseEvent('mousemove'));"
+    hover = (
+        "document.querySelector('#mismatch .token').dispatchEvent(new MouseEvent('mousemove'));"
+        "const view = document.getElementById('view'); view.value = 'share of the gradient';"
+        "view.dispatchEvent(new Event('change'));"
+    )
     drawn = _drawn(page.replace("</body>", f"<script>{hover}</script></body>"), tmp_path)
     assert re.findall(r"<h2>(.*?)</h2>", drawn) == [
         "Curves",
@@ -213,7 +217,10 @@ def test_a_browser_draws_the_page(tmp_path: Path) -> None:
     assert "No rule of plugins/report/README.md warns of anything." in drawn
     assert drawn.count('class="reward"') == 6
     (tip,) = re.findall(r'<div id="tip".*?>(.*?)</div>', drawn, re.DOTALL)
-    assert tip == '"c"\ntrainer    -1.2500\ngenerator  -1.0000\ndifference -2.50e-1'
+    told = '"c"\ntrainer    -1.2500\ngenerator  -1.0000\ndifference -2.50e-1\nratio      0.7788\ngradient   +25.0 %'
+    assert tip == told  # four tokens alike
+    assert drawn.count(">step 20: 50.0 % of the step's gradient, 0 of 2 tokens clipped</div>") == 2
+    assert drawn.count("rgba(var(--mark), 0.75)") + drawn.count("rgba(var(--mark),0.750)") == 4
 
 
 @pytest.mark.stranger("F6")

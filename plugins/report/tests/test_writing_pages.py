@@ -13,9 +13,11 @@ from controller.runs import Console, LoopConfig
 from controller.runs.folder import RunFolder
 from controller.runs.step_log import StepLog
 from ownloop_report.page import ReportWriter, describe_host, write_report
+from ownloop_report.samples import read_token_samples
 from rl.rollouts.evaluation import Evaluation, Measurement
 from rl.system.disk import RecordingError
 from rl.system.timeline import Timeline
+from tests.controller.commands.finished_runs import finished_run, in_this_process
 from tests.controller.commands.sown_secrets import run_with_secrets
 from tests.controller.runs.other_schemas import OTHER_SCHEMAS, run_of_schema
 from trainer.config import TrainerConfig
@@ -145,3 +147,12 @@ def test_a_run_ends_with_its_curves(tmp_path: Path) -> None:
     log.finish()
     assert (folder.path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "<html" in (folder.path / "report.html").read_text()
+
+
+def test_a_run_keeps_what_its_tokens_do_to_the_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_this_process(monkeypatch, tmp_path)
+    run = finished_run("a", "--loss", "ppo", "--loss-config", "observation_coef", "0.1")
+    samples = read_token_samples(run)
+    assert {len(sample["share"]) == len(sample["tokens"]) == len(sample["clipped"]) for sample in samples} == {True}
+    assert 0 < sum(abs(share) for sample in samples for share in sample["share"]) <= len({s["step"] for s in samples})
+    assert not any(clipped for sample in samples for clipped in sample["clipped"])  # on-policy
