@@ -55,14 +55,14 @@ class BitwiseLowRank(LowRank):
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return ops.rms_norm(x, weight, eps)
+        ctx.eps, ctx.shift = eps, shift
+        return ops.rms_norm(x, weight, eps, shift)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # With s = 1 / sqrt(mean(x^2) + eps), u = x s and h = grad w:
+        # With s = 1 / sqrt(mean(x^2) + eps), u = x s and h = grad (w + shift):
         # d/dx = s (h - u mean(h u))   and   d/dw = sum(grad u).
         x, weight = ctx.saved_tensors
         grad, wide = grads[0].float(), x.float()
@@ -70,33 +70,37 @@ class _RMSNorm(torch.autograd.Function):
         unit = wide.mul_(scale) if wide is not x else wide * scale
         of_weight = (grad * unit).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
-            return None, of_weight, None
-        inner = grad * weight.float()
+            return None, of_weight, None, None
+        inner = grad * (weight.float() + ctx.shift)
         inner = inner.sub_(unit * (inner * unit).mean(-1, keepdim=True)).mul_(scale)
-        return inner.to(x.dtype), of_weight, None
+        return inner.to(x.dtype), of_weight, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] normalised, times weight [D]."""
-    y: Any = _RMSNorm.apply(x, weight, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
+    """x [..., D] normalised, times weight [D] + shift."""
+    y: Any = _RMSNorm.apply(x, weight, eps, shift)
     return y
 
 
-class _SiluMul(torch.autograd.Function):
+class _GateMul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return ops.silu_mul(gate, up).view_as(gate)
+        ctx.gelu = gelu
+        return ops.gate_mul(gate, up, gelu=gelu).view_as(gate)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grads[0] * up, gate), grads[0] * F.silu(gate)
+        if ctx.gelu:
+            of_gate = torch.ops.aten.gelu_backward(grads[0] * up, gate, approximate="tanh")
+            return of_gate, grads[0] * F.gelu(gate, approximate="tanh"), None
+        return torch.ops.aten.silu_backward(grads[0] * up, gate), grads[0] * F.silu(gate), None
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, [..., D] each."""
-    y: Any = _SiluMul.apply(gate, up)
+def gate_mul(gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
+    """As `ops.gate_mul`."""
+    y: Any = _GateMul.apply(gate, up, gelu)
     return y
 
 
@@ -122,22 +126,39 @@ def rotate(x: Tensor, table: Tensor, positions: Tensor, *, neighbours: bool) -> 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: ops.Sequences, scale: float, ordinary: Attention
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequences: ops.Sequences,
+        scale: float,
+        window: int,
+        cap: float,
+        ordinary: Attention,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.ordinary = ordinary
         k, v = k.squeeze(0).contiguous(), v.squeeze(0).contiguous()
-        return ops.attend(q.squeeze(0), k, v, sequences, scale)[None]
+        return ops.attend(q.squeeze(0), k, v, sequences, scale, window, cap)[None]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs = [each.detach().requires_grad_() for each in ctx.saved_tensors]
         with torch.enable_grad():
             out = ctx.ordinary(*inputs)
-        return *torch.autograd.grad(out, inputs, grads[0]), None, None, None
+        return *torch.autograd.grad(out, inputs, grads[0]), *(None,) * 5
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sequences: ops.Sequences, scale: float, ordinary: Attention) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: ops.Sequences,
+    scale: float,
+    window: int,
+    cap: float,
+    ordinary: Attention,
+) -> Tensor:
     """q [1, L, heads, D], k and v [1, L, groups, D] -> [1, L, heads, D]; `ordinary` computes the same in PyTorch."""
-    y: Any = _Attend.apply(q, k, v, sequences, scale, ordinary)
+    y: Any = _Attend.apply(q, k, v, sequences, scale, window, cap, ordinary)
     return y

@@ -7,7 +7,7 @@ import torch.distributed
 
 from ownloop_bitwise.library import bfloat16_path, check_one_path, kernels
 from ownloop_bitwise.packed import packing_layers
-from ownloop_bitwise.shape import BitwiseDecoder, read_shape
+from ownloop_bitwise.shape import read_shape
 from rl.system.decoders import DecoderConfig
 from trainer.config import TrainerConfig
 from trainer.engines.titan.engine import TitanEngine
@@ -34,7 +34,7 @@ class BitwiseEngine(TitanEngine):
         check_one_path({where: path for path, _, where in (each.partition(" in ") for each in places)})
 
     def _shape(self, model: Path) -> DecoderConfig:
-        return BitwiseDecoder.of(read_shape(model))
+        return read_shape(model)
 
     def _refresh_compute_copies(self) -> None:
         super()._refresh_compute_copies()

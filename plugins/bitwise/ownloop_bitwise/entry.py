@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ownloop_bitwise.shape import check_host, shape_of
+from ownloop_bitwise.shape import as_llama, check_host, shape_of
 from rl.system.hardware import sees_gpu
 from trainer.config import TrainerConfig
 from trainer.engine_table import EngineEntry
@@ -30,7 +30,7 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
             )
     shape_of(hf_config)
     check_host(sees_gpu())
-    return layout_check.check_layout(config, hf_config)
+    return layout_check.check_layout(config, as_llama(hf_config))
 
 
 ENTRY = EngineEntry(

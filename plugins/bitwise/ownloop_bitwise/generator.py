@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -22,23 +23,25 @@ from generator.cpu.weight_packing import multiply_by
 from ownloop_bitwise import ops, sampling
 from ownloop_bitwise.adapters import BitwiseAdapters
 from ownloop_bitwise.draws import draw_by_position
-from ownloop_bitwise.shape import inverse_frequencies
-from rl.system.decoders import DecoderConfig
+from ownloop_bitwise.shape import BitwiseDecoder, inverse_frequencies
 
 _PLAN = "ownloop_sequences"
 _FORWARD = "_forward_method"  # what vLLM has chosen for a layer of several implementations
 
 
-def compute_bitwise(engine: LLMEngine, shape: DecoderConfig) -> None:
+def compute_bitwise(engine: LLMEngine, shape: BitwiseDecoder) -> None:
     """Changes a new engine of a model of this shape. Raises ValueError for a layer that has no kernel."""
     worker: Any = engine.model_executor.driver_worker
     runner = getattr(worker, "worker", worker).model_runner
     settings = engine.model_config
     table = ops.rope_table(inverse_frequencies(shape), max(settings.max_model_len, shape.max_seq_len))
-    neighbours = shape.row.rotates == "neighbours"
     with set_current_vllm_config(engine.vllm_config):
         for name, layer in list(runner.model.named_modules()):
-            _change(name, layer, table, neighbours)
+            _change(name, layer, table, shape)
+        if shape.is_gemma2:
+            _add_head(runner.model, runner.model.model.embed_tokens)
+    if shape.logit_cap is not None:
+        _cap_logits(runner.model, shape.logit_cap)
     if engine.vllm_config.lora_config is not None:
         BitwiseAdapters(runner.lora_manager._adapter_manager)
     sampler = runner.sampler
@@ -49,16 +52,22 @@ def compute_bitwise(engine: LLMEngine, shape: DecoderConfig) -> None:
     draw_by_position(runner)
 
 
-def _change(name: str, layer: Any, table: Tensor, neighbours: bool) -> None:
+def _change(name: str, layer: Any, table: Tensor, shape: BitwiseDecoder) -> None:
     """Has one layer of the model compute by the kernels."""
     if type(layer) is RMSNorm:
-        setattr(layer, _FORWARD, partial(_norm, layer))
+        setattr(layer, _FORWARD, partial(_norm, layer, 0.0))
+    elif type(layer) is GemmaRMSNorm:
+        setattr(layer, _FORWARD, partial(_norm, layer, 1.0))
     elif type(layer) is SiluAndMul:
-        setattr(layer, _FORWARD, _silu_and_mul)
+        setattr(layer, _FORWARD, partial(_gate_and_mul, gelu=False))
+    elif type(layer) is GeluAndMul and layer.approximate == "tanh":
+        setattr(layer, _FORWARD, partial(_gate_and_mul, gelu=True))
     elif isinstance(layer, Attention):
-        _change_attention(name, layer)
+        number = extract_layer_index(name)
+        _change_attention(name, layer, shape.windows[number] if shape.windows else 0, shape)
     elif isinstance(rotary := getattr(layer, "rotary_emb", None), RotaryEmbedding):
-        layer.rotary_emb = _Rotary(rotary, table, neighbours)  # engines of a process share vLLM's
+        # Engines of a process share vLLM's.
+        layer.rotary_emb = _Rotary(rotary, table, shape.row.rotates == "neighbours")
     elif isinstance(getattr(layer, "weight", None), Tensor):
         multiply_by(layer, _packing)
 
@@ -73,17 +82,17 @@ def _packing(weight: Tensor) -> Callable[..., Tensor]:
     return multiply
 
 
-def _norm(layer: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+def _norm(layer: Any, shift: float, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """The norm of x, or of its sum with a residual, which is rounded first as the trainer's is."""
     if residual is None:
-        return ops.rms_norm(x, layer.weight.data, layer.variance_epsilon)
+        return ops.rms_norm(x, layer.weight.data, layer.variance_epsilon, shift)
     whole = x + residual
-    return ops.rms_norm(whole, layer.weight.data, layer.variance_epsilon), whole
+    return ops.rms_norm(whole, layer.weight.data, layer.variance_epsilon, shift), whole
 
 
-def _silu_and_mul(x: Tensor) -> Tensor:
+def _gate_and_mul(x: Tensor, *, gelu: bool) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    return ops.silu_mul(gate, up)
+    return ops.gate_mul(gate, up, gelu=gelu)
 
 
 class _Rotary(nn.Module):
@@ -105,18 +114,47 @@ class _Rotary(nn.Module):
         return ops.rotate(heads, self._table, positions, neighbours=self._neighbours).view(x.shape)
 
 
-def _change_attention(name: str, layer: Any) -> None:
+def _change_attention(name: str, layer: Any, window: int, shape: BitwiseDecoder) -> None:
     implementation = layer.impl
     known = isinstance(implementation, CPUAttentionBackendImpl)
     if (
         not known
-        or implementation.sliding_window >= 0
-        or implementation.logits_soft_cap
+        or implementation.sliding_window != (window or -1)
+        or implementation.logits_soft_cap != shape.attention_cap
         or implementation.sinks is not None
     ):
         raise ValueError(f"numerics is 'bitwise', which has no kernel for the attention of {name}")
     implementation.do_kv_cache_update = _write_cache
-    implementation.forward = partial(_attend, implementation)
+    implementation.forward = partial(_attend, implementation, window, shape.attention_cap)
+
+
+class _Head(nn.Module):
+    """The output projection of a model that has no layer for it, and multiplies with its embedding."""
+
+    def __init__(self, embedding: Any) -> None:
+        """Shares the weight."""
+        super().__init__()
+        self.weight = embedding.weight
+        object.__setattr__(self, "cpu_linear", None)  # as vLLM has it in layers that it multiplies with
+
+    def multiply(self, *inputs: Tensor | None) -> Tensor:
+        """By the newest packed weight."""
+        return vars(self)["cpu_linear"](*inputs)
+
+
+def _add_head(model: Any, embedding: Any) -> None:
+    """Adds a layer for the output projection, so that pulls pack it, and leave the embedding as it is."""
+    head = _Head(embedding)
+    model.add_module("bitwise_head", head)
+    multiply_by(head, _packing)
+    object.__setattr__(embedding, "cpu_linear", head.multiply)
+
+
+def _cap_logits(model: Any, cap: float) -> None:
+    """Caps the logits by the kernel."""
+    processor, compute = model.logits_processor, model.compute_logits
+    getattr(processor, "base_layer", processor).soft_cap = None
+    model.compute_logits = lambda *args, **kwargs: ops.soft_cap(compute(*args, **kwargs), cap)
 
 
 def _rows(kv_cache: Tensor) -> Tensor:
@@ -136,6 +174,8 @@ def _write_cache(layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_
 
 def _attend(
     implementation: Any,
+    window: int,
+    cap: float,
     layer: Any,
     query: Tensor,
     key: Tensor,
@@ -158,6 +198,6 @@ def _attend(
         setattr(attn_metadata, _PLAN, plan)
     rows, length, dim = _rows(kv_cache), attn_metadata.num_actual_tokens, implementation.head_size
     queries = query[:length].reshape(length, -1, dim)
-    attended = ops.attend(queries, rows[..., :dim], rows[..., dim:], plan, implementation.scale)
+    attended = ops.attend(queries, rows[..., :dim], rows[..., dim:], plan, implementation.scale, window, cap)
     output[:length].copy_(attended.view(output[:length].shape))
     return output

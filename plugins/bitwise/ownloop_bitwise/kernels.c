@@ -97,6 +97,12 @@ INLINE vf exp_of(vf x) {
   y = fma_of(y, f, all(1.0f));
   return y * (vf)(((vi)t - (vi)shift + 127) << 23);
 }
+// cap tanh(x / cap), with an error below 2e-7 cap; a cap of 0 is none.
+INLINE vf capped(vf x, float cap) {
+  if (cap == 0) return x;
+  vf t = exp_of(x * all(2 / cap));
+  return all(cap) * ((t - all(1)) / (t + all(1)));
+}
 // In float64, so that the result is nearly always the float32 next to the logarithm. x is a normal number.
 static float log_of(float x) {
   uint32_t bits; memcpy(&bits, &x, 4);
@@ -267,7 +273,8 @@ void product(const void *x, const uint32_t *w, const void *bias, void *y, long M
   if (copies) free(wide);
 }
 
-// ---- Attention. A sequence is a list of keys in the order of their positions; a query sees the first `seen` of them.
+// ---- Attention. A sequence is a list of keys in the order of their positions; a query sees the first `seen` of them,
+// or with a window, of these the last `window`.
 // q, out [L, H, D]; keys and values are rows `key_row` of memory, sk elements a row and sg a head. Here D is padded with
 // zeros to a multiple of 16.
 // A score is one chain over the dimensions, a sum of weights 16 lanes and the tree, an output one chain over the keys.
@@ -275,15 +282,16 @@ typedef struct {
   const void *q, *k, *v;
   void *out;
   const int64_t *q_row, *seen, *keys; // of this sequence
-  long H, R, D, sk, sg;
-  float scale;
+  long H, R, D, sk, sg, window;
+  float scale, cap;
   int is_bf16;
 } Sequence;
 
 static long padded(long D) { return (D + LANES - 1) / LANES * LANES; }
 
 // Scores of 4 rows of queries x [rows, D] with 16 keys [D, 16].
-INLINE void score_rows(const float *x, long rows, const float *keys, long D, float scale, float *to, long width) {
+INLINE void score_rows(const float *x, long rows, const float *keys, long D, float scale, float cap, float *to,
+                       long width) {
   vf a[4][PARTS];
   for (int e = 0; e < 4; e++) for (int i = 0; i < PARTS; i++) a[e][i] = all(0);
   for (long d = 0; d < D; d++)
@@ -292,11 +300,12 @@ INLINE void score_rows(const float *x, long rows, const float *keys, long D, flo
       for (int i = 0; i < PARTS; i++) a[e][i] = fma_of(v, at(keys + d * LANES + i * W), a[e][i]);
     }
   for (int e = 0; e < 4 && e < rows; e++)
-    for (int i = 0; i < PARTS; i++) put(to + e * width + i * W, a[e][i] * all(scale));
+    for (int i = 0; i < PARTS; i++) put(to + e * width + i * W, capped(a[e][i] * all(scale), cap));
 }
 
-// Weights of `seen` scores in place: exponentials below the highest, divided by their sum; 0 up to `width`.
-static void soft_max(float *x, long seen, long width) {
+// Weights of scores `from` to `seen` - 1 in place: exponentials below the highest, divided by their sum; 0 elsewhere.
+static void soft_max(float *x, long from, long seen, long width) {
+  for (long j = 0; j < from; j++) x[j] = -INFINITY;
   vf top[PARTS], sum[PARTS];
   for (int i = 0; i < PARTS; i++) top[i] = all(-INFINITY), sum[i] = all(0);
   for (long j = 0; j < width; j += W)
@@ -306,6 +315,7 @@ static void soft_max(float *x, long seen, long width) {
     float e[W], zero[W] = {0};
     put(e, exp_of(at(x + j) - most));
     vf kept = load(seen > j ? e : zero, 0, seen > j ? seen - j : W, 0, 0);
+    for (long i = j; i < from && i < j + W; i++) kept[i - j] = 0;
     put(x + j, kept);
     sum[j / W % PARTS] = sum[j / W % PARTS] + kept;
   }
@@ -336,10 +346,15 @@ INLINE void add_values(const float *weights, long width, long rows, const float 
   }
 }
 
+INLINE long first_key(const Sequence *s, long i) {
+  return s->window && s->seen[i] > s->window ? s->seen[i] - s->window : 0;
+}
 // The queries i0 to i0 + nq of a sequence in one group of heads. `memory` has room for their heads, twice, 16 keys, and
-// the scores of all keys that they see.
+// the scores of the keys that they see. Keys before the first of these are not read: a generator may have freed them.
 static void attend_tile(const Sequence *s, long i0, long nq, long g, long most, float *memory) {
-  long D = s->D, P = padded(D), R = s->R, rows = nq * R, width = (most + LANES - 1) / LANES * LANES;
+  long D = s->D, P = padded(D), R = s->R, rows = nq * R, least = most;
+  for (long i = i0; i < i0 + nq; i++) least = first_key(s, i) < least ? first_key(s, i) : least;
+  long start = least / LANES * LANES, width = (most - start + LANES - 1) / LANES * LANES;
   float *q = memory, *out = q + rows * P, *block = out + rows * P, *score = block + LANES * P;
   for (long r = 0; r < rows; r++)
     for (long d = 0; d < P; d += W)
@@ -348,19 +363,25 @@ static void attend_tile(const Sequence *s, long i0, long nq, long g, long most, 
     for (long j = 0; j < LANES; j++)
       for (long d = 0; d < P; d += W) {
         float lane[W];
-        put(lane, b + j < most ? load(s->k, s->keys[b + j] * s->sk + g * s->sg + d, D - d, s->is_bf16, 0) : all(0));
+        long key = start + b + j;
+        int is_there = key >= least && key < most;
+        put(lane, is_there ? load(s->k, s->keys[key] * s->sk + g * s->sg + d, D - d, s->is_bf16, 0) : all(0));
         for (int e = 0; e < W; e++) block[(d + e) * LANES + j] = lane[e];
       }
     for (long r = 0; r < rows; r += 4)
-      score_rows(q + r * P, rows - r, block, P, s->scale, score + r * width + b, width);
+      score_rows(q + r * P, rows - r, block, P, s->scale, s->cap, score + r * width + b, width);
   }
-  for (long r = 0; r < rows; r++) soft_max(score + r * width, s->seen[i0 + r / R], width);
+  for (long r = 0; r < rows; r++)
+    soft_max(score + r * width, first_key(s, i0 + r / R) - start, s->seen[i0 + r / R] - start, width);
   memset(out, 0, rows * P * 4);
   for (long b = 0; b < width; b += LANES) {
     for (long j = 0; j < LANES; j++)
-      for (long d = 0; d < P; d += W)
+      for (long d = 0; d < P; d += W) {
+        long key = start + b + j;
+        int is_there = key >= least && key < most;
         put(block + j * P + d,
-            b + j < most ? load(s->v, s->keys[b + j] * s->sk + g * s->sg + d, D - d, s->is_bf16, 0) : all(0));
+            is_there ? load(s->v, s->keys[key] * s->sk + g * s->sg + d, D - d, s->is_bf16, 0) : all(0));
+      }
     for (long r = 0; r < rows; r += 4) add_values(score + r * width + b, width, rows - r, block, P, out + r * P);
   }
   for (long r = 0; r < rows; r++)
@@ -370,7 +391,7 @@ static void attend_tile(const Sequence *s, long i0, long nq, long g, long most, 
 
 void attend(const void *q, const void *k, const void *v, void *out, const int64_t *q_start, const int64_t *q_row,
             const int64_t *seen, const int64_t *k_start, const int64_t *key_row, long S, long H, long G, long D,
-            long sk, long sg, float scale, int is_bf16) {
+            long sk, long sg, long window, float scale, float cap, int is_bf16) {
   const long TILE = 16;
   long tiles = 0, n = 0, R = H / G;
   for (long s = 0; s < S; s++) tiles += (q_start[s + 1] - q_start[s] + TILE - 1) / TILE;
@@ -387,7 +408,7 @@ void attend(const void *q, const void *k, const void *v, void *out, const int64_
         for (long i = i0; i < i0 + nq; i++) most = seen[i] > most ? seen[i] : most;
         long need = nq * R * (2 * padded(D) + (most + LANES - 1) / LANES * LANES) + LANES * padded(D);
         if (need > room) free(memory), memory = malloc((room = need) * 4);
-        Sequence sequence = {q, k, v, out, q_row, seen, key_row + k_start[s], H, R, D, sk, sg, scale, is_bf16};
+        Sequence sequence = {q, k, v, out, q_row, seen, key_row + k_start[s], H, R, D, sk, sg, window, scale, cap, is_bf16};
         attend_tile(&sequence, i0, nq, g, most, memory);
       }
     free(memory);
@@ -396,8 +417,8 @@ void attend(const void *q, const void *k, const void *v, void *out, const int64_
 }
 
 // ---- Row by row: norm, activation, rotation, log of the sum of exponentials.
-// y = x / sqrt(mean(x^2) + eps) * w; the sum has 16 lanes.
-void rms_norm(const void *x, const void *w, void *y, long M, long D, float eps, int is_bf16) {
+// y = x / sqrt(mean(x^2) + eps) * (w + shift); the sum has 16 lanes.
+void rms_norm(const void *x, const void *w, void *y, long M, long D, float eps, float shift, int is_bf16) {
 #pragma omp parallel for schedule(static) if (M * D > 32768)
   for (long m = 0; m < M; m++) {
     vf sum[PARTS];
@@ -409,18 +430,25 @@ void rms_norm(const void *x, const void *w, void *y, long M, long D, float eps, 
     vf factor = all(1.0f / __builtin_sqrtf(tree(sum) / (float)D + eps));
     for (long d = 0; d < D; d += W) {
       vf a = load(x, m * D + d, D - d, is_bf16, 0);
-      store(y, m * D + d, D - d, is_bf16, a * factor * load(w, d, D - d, is_bf16, 0));
+      store(y, m * D + d, D - d, is_bf16, a * factor * (load(w, d, D - d, is_bf16, 0) + all(shift)));
     }
   }
 }
-// y [M, D] = g / (1 + exp(-g)) * u, with sx elements between the rows of g and of u.
-void silu_mul(const void *g, const void *u, void *y, long M, long D, long sx, int is_bf16) {
+// y [M, D] = g / (1 + exp(-z)) * u, with sx elements between the rows of g and of u. For SiLU z is g; for GELU by tanh
+// (https://arxiv.org/abs/1606.08415, section 2) it is 2 sqrt(2 / pi) (g + 0.044715 g^3).
+void gate_mul(const void *g, const void *u, void *y, long M, long D, long sx, int is_gelu, int is_bf16) {
 #pragma omp parallel for schedule(static) if (M * D > 32768)
   for (long m = 0; m < M; m++)
     for (long d = 0; d < D; d += W) {
-      vf a = load(g, m * sx + d, D - d, is_bf16, 0), e = exp_of(all(0) - a);
+      vf a = load(g, m * sx + d, D - d, is_bf16, 0), z = a;
+      if (is_gelu) z = all(1.59576912f) * fma_of(all(0.044715f) * a * a, a, a);
+      vf e = exp_of(all(0) - z);
       store(y, m * D + d, D - d, is_bf16, a / (all(1) + e) * load(u, m * sx + d, D - d, is_bf16, 0));
     }
+}
+void soft_cap(const void *x, void *y, long n, float cap, int is_bf16) {
+#pragma omp parallel for schedule(static) if (n > 32768)
+  for (long i = 0; i < n; i += W) store(y, i, n - i, is_bf16, capped(load(x, i, n - i, is_bf16, 0), cap));
 }
 // x [M, H, D] with sx elements between rows; table [positions, D]: D/2 cosines, then D/2 sines. Rotates halves.
 void rotate(const void *x, const float *table, const int64_t *position, void *y, long M, long H, long D, long sx,

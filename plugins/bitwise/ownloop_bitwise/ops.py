@@ -61,23 +61,32 @@ def product(x: Tensor, weight: Packed, bias: Tensor | None = None, out: Tensor |
     return y
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] / sqrt(mean(x^2) + eps) * weight [D]."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
+    """x [..., D] / sqrt(mean(x^2) + eps) * (weight [D] + shift)."""
     x, weight = x.contiguous(), weight.detach().to(x.dtype).contiguous()
     y, size = torch.empty_like(x), x.shape[-1]
-    kernels().rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // size, size, eps, _is_bf16(x))
+    pointers = (x.data_ptr(), weight.data_ptr(), y.data_ptr())
+    kernels().rms_norm(*pointers, x.numel() // size, size, eps, shift, _is_bf16(x))
     return y
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """gate [..., D] / (1 + exp(-gate)) * up [..., D]. The two may be halves of one tensor."""
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap)"""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    kernels().soft_cap(x.data_ptr(), y.data_ptr(), x.numel(), cap, _is_bf16(x))
+    return y
+
+
+def gate_mul(gate: Tensor, up: Tensor, *, gelu: bool = False) -> Tensor:
+    """SiLU of gate [..., D], or its GELU by tanh, times up [..., D]. The two may be halves of one tensor."""
     size = gate.shape[-1]
     gate, up = gate.flatten(0, -2), up.flatten(0, -2)
     if gate.stride() != up.stride() or gate.stride(-1) != 1:
         gate, up = gate.contiguous(), up.contiguous()
     y = gate.new_empty(gate.shape)
     pointers = (gate.data_ptr(), up.data_ptr(), y.data_ptr())
-    kernels().silu_mul(*pointers, len(gate), size, gate.stride(0), _is_bf16(gate))
+    kernels().gate_mul(*pointers, len(gate), size, gate.stride(0), int(gelu), _is_bf16(gate))
     return y
 
 
@@ -150,8 +159,13 @@ class Sequences:
         return cls(starts.contiguous(), rows, seen, key_starts, keys)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
-    """q [L, heads, D], k and v [rows, groups, D] views of equal strides -> [L, heads, D]; 0 for other queries."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, window: int = 0, cap: float = 0.0
+) -> Tensor:
+    """q [L, heads, D], k and v [rows, groups, D] views of equal strides -> [L, heads, D]; 0 for other queries.
+
+    With a window, a query sees the last `window` of its keys alone; with a cap, scores go through `soft_cap`.
+    """
     (_, heads, size), groups = q.shape, k.shape[1]
     q, out = q.contiguous(), torch.zeros(q.shape, dtype=q.dtype)
     assert k.stride() == v.stride()
@@ -161,7 +175,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) 
         *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()),
         *(sequences.query_starts.data_ptr(), sequences.query_rows.data_ptr(), sequences.seen.data_ptr()),
         *(sequences.key_starts.data_ptr(), sequences.key_rows.data_ptr()),
-        *(len(sequences.query_starts) - 1, heads, groups, size, k.stride(0), k.stride(1), scale, _is_bf16(q)),
+        *(
+            len(sequences.query_starts) - 1,
+            heads,
+            groups,
+            size,
+            k.stride(0),
+            k.stride(1),
+            window,
+            scale,
+            cap,
+            _is_bf16(q),
+        ),
     )
     return out
 

@@ -6,13 +6,15 @@ the order of positions. So prompts stay shared, and a sequence's result is a gen
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torchtitan.models.common import Linear, RMSNorm
+from torchtitan.models.common import Embedding, Linear, RMSNorm
 from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
@@ -27,7 +29,7 @@ from trainer.engines.pytorch.logprobs import logprobs_and_entropy
 from trainer.engines.pytorch.low_rank import Adaptable
 from trainer.engines.titan.model import specs
 from trainer.engines.titan.model.attention import DocumentAttention, HFRoPE, NeighbourRoPE
-from trainer.engines.titan.model.specs import DensePolicy, LogprobHead
+from trainer.engines.titan.model.specs import DensePolicy, LogprobHead, norm_config
 
 
 class BitwiseLinear(Packs, Adaptable, Linear):
@@ -50,12 +52,19 @@ class BitwiseNorm(RMSNorm):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
-        """Same fields as `RMSNorm.Config`."""
+        """`shift` is added to the weight: 1 in Gemma 2."""
+
+        shift: float = 0.0
+
+    def __init__(self, config: Config) -> None:
+        """Notes the shift."""
+        super().__init__(config)
+        self._shift = config.shift
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]"""
         assert self.eps is not None
-        return autograd.rms_norm(x, self.weight, self.eps)
+        return autograd.rms_norm(x, self.weight, self.eps, self._shift)
 
 
 class BitwiseFeedForward(FeedForward):
@@ -63,11 +72,18 @@ class BitwiseFeedForward(FeedForward):
 
     @dataclass(kw_only=True, slots=True)
     class Config(FeedForward.Config):
-        """Same fields as `FeedForward.Config`."""
+        """With `gelu`, the activation is a GELU."""
+
+        gelu: bool = False
+
+    def __init__(self, config: Config) -> None:
+        """Notes the activation."""
+        super().__init__(config)
+        self._gelu = config.gelu
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]"""
-        return self.w2(autograd.silu_mul(self.w1(x), self.w3(x)))
+        return self.w2(autograd.gate_mul(self.w1(x), self.w3(x), gelu=self._gelu))
 
 
 class BitwiseRoPE(HFRoPE):
@@ -99,11 +115,20 @@ class RowPlan:
 
 
 class BitwiseAttention(DocumentAttention):
-    """Attention by the kernel, with the gradient of `DocumentAttention`."""
+    """Attention by the kernel, with the gradient of `DocumentAttention` where there is neither a window nor a cap."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(DocumentAttention.Config):
-        """Adds no options."""
+        """`window` and `cap` as in `ops.attend`; `scale` goes before the layer's own."""
+
+        window: int = 0
+        cap: float = 0.0
+        scale: float | None = None
+
+    def __init__(self, config: Config) -> None:
+        """Notes the options."""
+        super().__init__(config)
+        self._window, self._cap, self._scale = config.window, config.cap, config.scale
 
     @torch.compiler.disable
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides its type
@@ -117,12 +142,34 @@ class BitwiseAttention(DocumentAttention):
         **_: Any,
     ) -> Tensor:
         """[1, L, heads, head_dim] each; `attention_masks` is the row's plan."""
-        plan, factor = attention_masks, q_BLNH.shape[-1] ** -0.5 if scale is None else scale
+        plan, window, cap = attention_masks, self._window, self._cap
+        factor = self._scale or scale or q_BLNH.shape[-1] ** -0.5
 
         def ordinary(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if window or cap:
+                return masked_attention(q, k, v, plan.sequences, factor, window, cap)
             return document_attention(q, k, v, plan.ordinary, scale=factor)
 
-        return autograd.attend(q_BLNH, k_BLNH, v_BLNH, plan.sequences, factor, ordinary)
+        return autograd.attend(q_BLNH, k_BLNH, v_BLNH, plan.sequences, factor, window, cap, ordinary)
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, sequences: ops.Sequences, scale: float, window: int, cap: float
+) -> Tensor:
+    """The same in PyTorch, in float32: each sequence alone, with a mask of its queries and keys."""
+    out = torch.zeros_like(q)
+    ends = zip(sequences.query_starts.tolist(), sequences.key_starts.tolist(), strict=True)
+    for (first, first_key), (stop, stop_key) in pairwise(ends):
+        rows, keys = sequences.query_rows[first:stop], sequences.key_rows[first_key:stop_key]
+        seen, places = sequences.seen[first:stop, None], torch.arange(len(keys))
+        mask = (places < seen) & (places >= seen - window) if window else places < seen
+        queries = q[0, rows].float().unflatten(1, (k.shape[2], -1))
+        scores = torch.einsum("qgrd,kgd->grqk", queries, k[0, keys].float()) * scale
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        attended = torch.einsum("grqk,kgd->qgrd", weights, v[0, keys].float()).flatten(1, 2)
+        out = out.index_copy(1, rows, attended[None].to(q.dtype))
+    return out
 
 
 def sequences_of(documents: Sequence[Document]) -> ops.Sequences:
@@ -147,7 +194,14 @@ class BitwiseHead(Packs, LogprobHead):
 
     @dataclass(kw_only=True, slots=True)
     class Config(LogprobHead.Config):
-        """Same fields as `LogprobHead.Config`."""
+        """With a `cap`, logits go through `ops.soft_cap`."""
+
+        cap: float | None = None
+
+    def __init__(self, config: Config) -> None:
+        """Notes the cap."""
+        super().__init__(config)
+        self._cap = config.cap
 
     def forward(
         self, hidden: Tensor, targets: Tensor, *, entropy: bool, distribution: Distribution
@@ -156,13 +210,21 @@ class BitwiseHead(Packs, LogprobHead):
         adapter, distribution = self.low_rank, replace(distribution, kernels=self)
         low_rank = None if adapter is None else autograd.BitwiseLowRank.of(adapter, hidden.dtype)
         return logprobs_and_entropy(
-            *(hidden, self.weight, targets), entropy=entropy, low_rank=low_rank, distribution=distribution
+            *(hidden, self.weight, targets),
+            entropy=entropy,
+            low_rank=low_rank,
+            distribution=distribution,
+            cap=self._cap,
         )
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
         """Logits [C, V] of hidden states [C, D]; `weight` [V, D] is the layer's own, or some of its rows, or a B."""
         whole = self.keeps_packed and weight.shape == self.weight.shape and weight.data_ptr() == self.weight.data_ptr()
         return ops.product(hidden, self.packed(weight) if whole else ops.Packed.of(weight), out=out)
+
+    def capped(self, logits: Tensor, cap: float) -> Tensor:
+        """As `ops.soft_cap`, in the place of the logits."""
+        return logits.copy_(ops.soft_cap(logits, cap))
 
     def softmax_sums(
         self, tokens: ChunkTokens | None, logits: Tensor, entropy: bool, scale: Tensor | None
@@ -188,22 +250,81 @@ class BitwisePolicy(DensePolicy):
         return RowPlan(sequences_of(documents), super().plan(positions, documents, compute_dtype))
 
 
+class ScaledEmbedding(Embedding):
+    """Embeddings times a factor, which is rounded to their dtype."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Embedding.Config):
+        """`factor` is 1 where embeddings are not scaled."""
+
+        factor: float = 1.0
+
+    def __init__(self, config: Config) -> None:
+        """Notes the factor."""
+        super().__init__(config)
+        self._factor = config.factor
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torchtitan's name
+        """[...] -> [..., D]"""
+        x = super().forward(input)
+        return x * torch.tensor(self._factor, dtype=x.dtype)
+
+
+class Gemma2Block(Qwen3TransformerBlock):
+    """A layer with norms before and after attention and the feed-forward network."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Qwen3TransformerBlock.Config):
+        """The norms that follow."""
+
+        after_attention: RMSNorm.Config
+        after_ffn: RMSNorm.Config
+
+    def __init__(self, config: Config) -> None:
+        """Builds it."""
+        super().__init__(config)
+        self.after_attention, self.after_ffn = config.after_attention.build(), config.after_ffn.build()
+
+    def forward(self, x: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
+        """[1, L, D] -> [1, L, D]"""
+        x = x + self.after_attention(self.attention(self.attention_norm(x), attention_masks, positions))
+        return x + self.after_ffn(self.feed_forward(self.ffn_norm(x)))
+
+
+_GEMMA2_NAMES = {
+    "after_attention": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "after_ffn": "post_feedforward_layernorm",
+}
+
+
 def build_spec(shape: BitwiseDecoder, head: Head, inner_attention: Module.Config) -> ModelSpec:
     """As `specs.build_spec`, with the layers of this module."""
     del inner_attention
     spec = specs.build_spec(shape, head, BitwiseAttention.Config())
-    _replace_layers(spec.model, shape)
-    spec.model = _as(BitwisePolicy.Config, spec.model)
+    model: Any = spec.model
+    for layer, window in zip(model.layers, shape.windows or (0,) * shape.num_layers, strict=True):
+        layer.attention.inner_attention = BitwiseAttention.Config(
+            window=window, cap=shape.attention_cap, scale=shape.attention_scale
+        )
+    more: dict[str, Any] = {}
+    if shape.is_gemma2:
+        norms = {name: norm_config(shape, shape.dim) for name in ("after_attention", "after_ffn")}
+        model.layers = [_as(Gemma2Block.Config, layer, **norms) for layer in model.layers]
+        model.tok_embeddings = _as(ScaledEmbedding.Config, model.tok_embeddings, factor=shape.dim**0.5)
+        more["names"] = _GEMMA2_NAMES
+    _replace_layers(model, shape)
+    spec.model = _as(BitwisePolicy.Config, model, **more)
     return spec
 
 
 def _replace_layers(model: Any, shape: BitwiseDecoder) -> None:
     rope = {"frequencies": inverse_frequencies(shape)}
     for kind, by, more in (
-        (FeedForward.Config, BitwiseFeedForward.Config, {}),
+        (FeedForward.Config, BitwiseFeedForward.Config, {"gelu": shape.is_gemma2}),
         (Linear.Config, BitwiseLinear.Config, {}),
-        (LogprobHead.Config, BitwiseHead.Config, {}),
-        (RMSNorm.Config, BitwiseNorm.Config, {}),
+        (LogprobHead.Config, BitwiseHead.Config, {"cap": shape.logit_cap}),
+        (RMSNorm.Config, BitwiseNorm.Config, {"shift": float(shape.is_gemma2)}),
         (HFRoPE.Config, BitwiseRoPE.Config, rope),
         (NeighbourRoPE.Config, BitwiseRoPE.Config, {**rope, "neighbours": True}),
     ):
@@ -213,5 +334,5 @@ def _replace_layers(model: Any, shape: BitwiseDecoder) -> None:
 
 
 def _as(kind: Any, config: Any, **more: Any) -> Any:
-    """A configuration as one of another class, with the same values."""
-    return kind(**{each.name: getattr(config, each.name) for each in fields(config) if each.init}, **more)
+    """A configuration as one of another class, with the same values but for `more`."""
+    return kind(**{each.name: getattr(config, each.name) for each in fields(config) if each.init} | more)

@@ -26,7 +26,8 @@ from trainer.push import WeightPublisher
 
 pytestmark = pytest.mark.vllm
 
-FAMILIES = ("ernie4_5", "exaone4", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("ernie4_5", "exaone4", "gemma2", "llama", "mistral", "qwen2", "qwen3", "windows")
+"""Of the core's table; "windows" is a Mistral with sliding windows."""
 KINDS = (
     SamplingParams(max_tokens=30, ignore_eos=True),
     SamplingParams(max_tokens=9, temperature=0.7),
@@ -39,6 +40,8 @@ Sampled = list[tuple[list[int], SamplingParams, Completion]]
 
 def make(folder: Path, family: str, dtype: str, **options: Any) -> Path:
     shape: dict[str, Any] = {**SERVABLE, "max_position_embeddings": 512, **options}
+    if family == "windows":
+        family, shape["sliding_window"] = "mistral", 21
     return tiny_dense(family, folder / f"{family}-{dtype}", **shape)
 
 
@@ -99,12 +102,12 @@ def test_log_probs_are_the_trainers_before_and_after_a_push(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gemma2", "bfloat16")])
 def test_a_request_is_answered_the_same_alone_and_among_others(
-    dtype: Any, tmp_path: Path, build_engine: EngineFactory
+    family: str, dtype: Any, tmp_path: Path, build_engine: EngineFactory
 ) -> None:
     """With the prefix cache on and off, and where requests are preempted for lack of memory."""
-    model = make(tmp_path, "llama", dtype)
+    model = make(tmp_path, family, dtype)
     options: dict[str, Any] = {"numerics": "bitwise", "max_model_len": 200, "kept_sets": True}
     whole = build_engine(model, dtype, max_num_seqs=64, **options)
     together = asyncio.run(sample(whole))

@@ -62,33 +62,42 @@ def _sequence(length: int) -> ops.Sequences:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "groups", "size"), [(3, 1, 32), (9, 3, 64), (4, 4, 80), (2, 1, 8), (4, 2, 28)])
+@pytest.mark.parametrize("window", [0, 1, 37])
 def test_attention_has_the_same_bits_one_query_at_a_time_in_chunks_and_from_pages(
-    heads: int, groups: int, size: int, dtype: torch.dtype
+    heads: int, groups: int, size: int, dtype: torch.dtype, window: int
 ) -> None:
+    """With a window, what a query does not see may be anything in a generator's pages."""
     length, scale = 150, size**-0.5
     q = torch.randn(length, heads, size).to(dtype)
     k, v = torch.randn(2, length, groups, size).to(dtype)
-    whole = ops.attend(q, k, v, _sequence(length), scale)
+    whole = ops.attend(q, k, v, _sequence(length), scale, window)
     wide = [x.double().transpose(0, 1)[None] for x in (q, k, v)]
     attention: Any = torch.nn.functional.scaled_dot_product_attention
-    expected: Tensor = attention(*wide, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+    mask = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window if window else -length)
+    expected: Tensor = attention(*wide, attn_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
     assert (whole.double() - expected).abs().max() < 32 * EPS[dtype]
     rows = np.arange(length)
     alone = ops.Sequences.of(
         [rows[i : i + 1] for i in rows], [rows[i : i + 1] + 1 for i in rows], [rows[: i + 1] for i in rows]
     )
-    assert bits(ops.attend(q, k, v, alone, scale)) == bits(whole)
+    assert bits(ops.attend(q, k, v, alone, scale, window)) == bits(whole)
     cuts = [(0, 7), (7, 100), (100, 150)]
     chunks = ops.Sequences.of(
         [rows[a:b] for a, b in cuts], [rows[a:b] + 1 for a, b in cuts], [rows[:b] for _, b in cuts]
     )
-    assert bits(ops.attend(q, k, v, chunks, scale)) == bits(whole)
+    assert bits(ops.attend(q, k, v, chunks, scale, window)) == bits(whole)
     places = torch.randperm(400)[:length]
     pages = torch.randn(400, groups, 2 * size).to(dtype)
     pages[places] = torch.cat([k, v], -1)
     paged = ops.Sequences.of([rows], [rows + 1], [places.numpy()])
     torch.set_num_threads(2)
-    assert bits(ops.attend(q, pages[..., :size], pages[..., size:], paged, scale)) == bits(whole)
+    assert bits(ops.attend(q, pages[..., :size], pages[..., size:], paged, scale, window)) == bits(whole)
+    if window:
+        last = length - window
+        pages[places[:last]] = torch.nan
+        newest = ops.Sequences.of([rows[-1:]], [rows[-1:] + 1], [places.numpy()])
+        found = ops.attend(q, pages[..., :size], pages[..., size:], newest, scale, window)
+        assert bits(found[-1]) == bits(whole[-1])
 
 
 def _row_functions(dtype: torch.dtype) -> dict[str, tuple[Callable[[slice], Tensor], Callable[[], Tensor], float]]:
@@ -109,11 +118,22 @@ def _row_functions(dtype: torch.dtype) -> dict[str, tuple[Callable[[slice], Tens
             lambda: torch.nn.functional.rms_norm(x.double(), (100,), w.double(), 1e-5),
             8,
         ),
+        "gemma's norm": (
+            lambda rows: ops.rms_norm(x[rows], w, 1e-5, 1.0),
+            lambda: torch.nn.functional.rms_norm(x.double(), (100,), w.double() + 1, 1e-5),
+            8,
+        ),
         "silu": (
-            lambda rows: ops.silu_mul(x[rows], up[rows]),
+            lambda rows: ops.gate_mul(x[rows], up[rows]),
             lambda: torch.nn.functional.silu(x.double()) * up.double(),
             8,
         ),
+        "gelu": (
+            lambda rows: ops.gate_mul(x[rows], up[rows], gelu=True),
+            lambda: torch.nn.functional.gelu(x.double(), approximate="tanh") * up.double(),
+            8,
+        ),
+        "cap": (lambda rows: ops.soft_cap(x[rows], 5.0), lambda: 5 * (x.double() / 5).tanh(), 8),
         "rotate": (
             lambda rows: ops.rotate(heads[rows], table, positions[rows]),
             lambda: torch.cat([a * cos - b * sin, b * cos + a * sin], -1),
@@ -128,7 +148,7 @@ def _row_functions(dtype: torch.dtype) -> dict[str, tuple[Callable[[slice], Tens
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["norm", "silu", "rotate", "log_sum_exp"])
+@pytest.mark.parametrize("name", ["norm", "gemma's norm", "silu", "gelu", "cap", "rotate", "log_sum_exp"])
 def test_a_function_of_rows_has_the_same_bits_for_any_rows_and_small_errors(name: str, dtype: torch.dtype) -> None:
     function, exact, units = _row_functions(dtype)[name]
     torch.set_num_threads(2)

@@ -37,17 +37,18 @@ def _write(rank: int, config: TrainerConfig, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("family", "options"),
     [
-        {"data_parallel_shard": 2},
-        {"data_parallel_replicate": 2, "activation_checkpointing": "full"},
-        {"data_parallel_shard": 2, "lora": LoRAConfig(rank=4)},
+        ("qwen3", {"data_parallel_shard": 2}),
+        ("gemma2", {"data_parallel_shard": 2}),
+        ("qwen3", {"data_parallel_replicate": 2, "activation_checkpointing": "full"}),
+        ("qwen3", {"data_parallel_shard": 2, "lora": LoRAConfig(rank=4)}),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ranks_compute_what_one_does(dtype: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    model = tiny_dense("qwen3", tmp_path / "model", **SERVABLE)
+def test_ranks_compute_what_one_does(dtype: Any, family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_dense(family, tmp_path / "model", **SERVABLE)
     config = TrainerConfig(
         model=model, engine="bitwise", compute_dtype=dtype, max_tokens_per_microbatch=50, lora=options.get("lora")
     )

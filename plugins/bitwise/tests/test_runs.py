@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from controller.commands.resume import replayed
@@ -95,6 +96,15 @@ def test_a_run_of_an_adapter_has_no_mismatch(dtype: Any, model: Path, tmp_path: 
     assert [row["logprob_mismatch_max"] for row in rows] == [0.0] * config.num_steps
     assert {row["ratio_mean"] for row in rows} == {1.0}
     assert all(row["grad_norm"] > 0 for row in rows)
+
+
+def test_a_run_of_windows_and_soft_caps_has_no_mismatch_and_writes_its_model(tmp_path: Path) -> None:
+    model = tiny_dense("gemma2", tmp_path / "model", **SERVABLE)
+    folder = run(grpo, recipe(model, num_steps=3), tmp_path / "run")
+    assert [row["logprob_mismatch_max"] for row in steps(folder)] == [0.0] * 3
+    trained, before = (load_file(next(each.glob("*.safetensors"))) for each in (folder.path / "model", model))
+    assert trained.keys() == before.keys()
+    assert all(not torch.equal(trained[name], before[name]) for name in before)
 
 
 def test_a_run_in_flight_and_one_of_minibatches_go_to_their_ends(model: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The engine: a datum's log-probs have the same bits in any row, and gradients are torchtitan's."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,17 @@ from rl.system.hf_config import read_decoder_config
 from rl.tiny_models import SERVABLE, tiny_dense
 from rl.types import AdamParams, Datum
 from trainer.config import TrainerConfig
-from trainer.engines.titan.engine import TitanEngine
+from trainer.engines import load_engine
 from trainer.engines.titan.model.attention import HFRoPE
 
-FAMILIES = ("ernie4_5", "exaone4", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("ernie4_5", "exaone4", "gemma2", "llama", "mistral", "qwen2", "qwen3", "windows")
+"""Of the core's table; "windows" is a Mistral with sliding windows."""
 VOCABULARY = 64
 
 
 def make(folder: Path, family: str, **options: Any) -> Path:
+    if family == "windows":
+        family, options = "mistral", {"sliding_window": 13, **options}
     return tiny_dense(family, folder / family, **{**SERVABLE, **options})
 
 
@@ -74,11 +78,18 @@ def test_a_datum_has_the_same_log_probs_alone_in_other_rows_and_without_sharing(
     assert bits([engine.forward([[datum]]).logprobs[0] for datum in batch]) == after
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_frozen_reference_computes_what_the_policy_did_at_its_version(dtype: Any, tmp_path: Path) -> None:
+    config = TrainerConfig(model=make(tmp_path, "qwen3"), engine="bitwise", compute_dtype=dtype)
+    policy, reference = load_engine(config), load_engine(replace(config, frozen=True))
+    assert bits(reference.forward([data(cut=True)]).logprobs) == bits(policy.forward([data(cut=True)]).logprobs)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_entropies_and_gradients_are_those_of_torchtitan(family: str, tmp_path: Path) -> None:
-    model = make(tmp_path, family)
+def test_log_probs_entropies_and_gradients_are_those_of_other_engines(family: str, tmp_path: Path) -> None:
+    model, other = make(tmp_path, family), "fsdp2" if family in ("gemma2", "windows") else "torchtitan"
     ours = BitwiseEngine(TrainerConfig(model=model, engine="bitwise", compute_dtype="float32"))
-    theirs = TitanEngine(TrainerConfig(model=model, compute_dtype="float32"))
+    theirs = load_engine(TrainerConfig(model=model, engine=other, compute_dtype="float32"))
     batch, loss = data(cut=True), get_loss("importance_sampling", {})
     outputs = [engine.forward([batch], entropy=True) for engine in (ours, theirs)]
     for name in ("logprobs", "entropy"):

@@ -28,6 +28,10 @@ class ScoreKernels(Protocol):
         """hidden [C, D] and weight [V, D], or `inner` and B -> logits [C, V], in `out` if that is given."""
         ...
 
+    def capped(self, logits: Tensor, cap: float) -> Tensor:
+        """cap * tanh(logits / cap), in the place of the logits."""
+        ...
+
     def softmax_sums(
         self, tokens: "ChunkTokens | None", logits: Tensor, entropy: bool, scale: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:

@@ -325,7 +325,7 @@ def _logits(
         b = b if tokens is None else tokens.of_tensor(b)
         logits.addmm_(inner[part], b.T) if kernels is None else logits.add_(kernels.logits(inner[part], b, None))
     if cap is not None:
-        logits.div_(cap).tanh_().mul_(cap)
+        logits = logits.div_(cap).tanh_().mul_(cap) if kernels is None else kernels.capped(logits, cap)
     return logits if tokens is None else tokens.restrict_(logits)
 
 
