@@ -1,5 +1,6 @@
 """What may differ between two trainings: the terms of one with a single one changed, and which of them explains it."""
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,28 +30,14 @@ class Hypothesis:
     terms: Terms
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tried:
-    """How far a hypothesis is from what the other training recorded."""
-
-    hypothesis: Hypothesis
-    differences: Mapping[str, float]
-
-    @property
-    def worst(self) -> float:
-        """The largest difference; infinite where it is not a number."""
-        return max((each if each == each else np.inf for each in self.differences.values()), default=np.inf)
-
-
-def tried(bench: Bench, hypotheses: Iterable[Hypothesis], known: Results) -> list[Tried]:
-    """All hypotheses, the nearest first. One that cannot be computed is left out."""
-    found: list[Tried] = []
+def tried(bench: Bench, hypotheses: Iterable[Hypothesis], known: Results) -> list[tuple[float, Hypothesis]]:
+    """All hypotheses with the largest difference that is left, the nearest first. Some cannot be computed."""
+    found: list[tuple[float, Hypothesis]] = []
     for each in hypotheses:
-        try:
-            found.append(Tried(hypothesis=each, differences=apart(bench.computed(each.terms), known)))
-        except ValueError:  # the model, the engine or the loss does not allow it
-            continue
-    return sorted(found, key=lambda each: each.worst)
+        with contextlib.suppress(ValueError):  # the model, the engine or the loss does not allow it
+            left = apart(bench.computed(each.terms), known).values()
+            found.append((max((x if x == x else np.inf for x in left), default=np.inf), each))
+    return sorted(found, key=lambda each: each[0])
 
 
 def hypotheses(terms: Terms, theirs: Mapping[str, Any] | None = None) -> Iterator[Hypothesis]:

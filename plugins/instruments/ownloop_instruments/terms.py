@@ -160,7 +160,8 @@ def apart(found: Found, known: Results) -> dict[str, float]:
     for name, value in known.numbers.items():
         ours = found.numbers.get(name, np.nan)
         least = found.size if name.startswith("loss") else _TINY
-        differences[name] = abs(ours - value) / max(abs(ours), abs(value), least) if ours != value else 0.0
+        is_same = ours == value or (np.isnan(value) and np.isnan(ours) and name in found.numbers)
+        differences[name] = 0.0 if is_same else abs(ours - value) / max(abs(ours), abs(value), least)
     shared = (name for name in known.values if name in found.values)
     return differences | {name: found.values[name].difference(known.values[name]) for name in shared}
 
@@ -177,16 +178,14 @@ def first_tensor(ours: Results, theirs: Results, limit: float) -> tuple[str, flo
 
 def _with_own_logprobs(engine: Engine, data: Sequence[Datum]) -> list[Datum]:
     """The data with the policy's own log-probs where the sampler's are not known: a ratio of 1."""
-    if not any(np.isnan(datum.loss_inputs["logprobs"][datum.weights != 0]).any() for datum in data):
-        return [_filled(datum, np.zeros(len(datum.tokens))) for datum in data]
-    own = [engine.forward([[datum]]).logprobs[0] for datum in data]
-    return [_filled(datum, logprobs) for datum, logprobs in zip(data, own, strict=True)]
-
-
-def _filled(datum: Datum, own: Array) -> Datum:
-    given = datum.loss_inputs["logprobs"]
-    filled = np.where(np.isnan(given), own, given).astype(np.float32)
-    return replace(datum, loss_inputs={**datum.loss_inputs, "logprobs": filled})
+    filled: list[Datum] = []
+    for datum in data:
+        logprobs = datum.loss_inputs["logprobs"]
+        if (unknown := np.isnan(logprobs)).any():
+            own = engine.forward([[datum]]).logprobs[0] if (unknown & (datum.weights != 0)).any() else 0
+            logprobs = np.where(unknown, own, logprobs).astype(np.float32)
+        filled.append(replace(datum, loss_inputs={**datum.loss_inputs, "logprobs": logprobs}))
+    return filled
 
 
 def _changed(engine: Engine, terms: Terms) -> Engine:

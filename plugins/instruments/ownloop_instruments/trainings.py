@@ -15,15 +15,15 @@ import numpy as np
 import torch
 
 from controller.commands.resume import forked_configuration, recording_file
-from controller.runs.folder import METRICS, read_metrics
-from controller.runs.loop_config import differences
+from controller.runs.folder import HOST_FILE, METRICS, read_json, read_metrics
+from controller.runs.loop_config import ABSENT, differences
 from controller.runs.metric_rows import by_step
 from controller.runs.models import resolve_model
 from controller.runs.recording import RecordedEnv, read_recording
 from ownloop_instruments.capsule import read_capsule, weights_of
 from ownloop_instruments.computation import ROUNDING
 from ownloop_instruments.dumps import Dump, read_dump
-from ownloop_instruments.hypotheses import Hypothesis, Tried, hypotheses, tried
+from ownloop_instruments.hypotheses import Hypothesis, hypotheses, tried
 from ownloop_instruments.one_process import checkpoint_before
 from ownloop_instruments.terms import Bench, DeadGroups, Denominator, Found, Results, Terms, apart, first_tensor
 from rl.checks import check_known
@@ -162,8 +162,8 @@ def explain(bench: Bench, ours: Training, theirs: Training, where: str = "") -> 
     config = None if theirs.terms.model == ours.terms.model else read_config(theirs.terms.model)
     all_tried = tried(bench, (*ours.others, *hypotheses(ours.terms, config)), known)
     most_left = max(least, min(most, max(differs.values()) / 10))
-    most_left = min(most_left, max(_SAME, 10 * all_tried[0].worst))
-    fits = [each for each in all_tried if each.worst <= most_left]
+    most_left = min(most_left, max(_SAME, 10 * all_tried[0][0]))
+    fits = [each for each in all_tried if each[0] <= most_left]
     if not fits and max(differs.values()) <= most:
         return not order, [*order, *said, "equal but for rounding"]
     first = next(iter(differs))
@@ -171,17 +171,18 @@ def explain(bench: Bench, ours: Training, theirs: Training, where: str = "") -> 
     verb = "forward" if is_forward else "optim_step" if first == "grad_norm" else "forward_backward"
     numbers = f"{found.numbers[first]:.6g} in A, {known.numbers[first]:.6g} in B, " if first in known.numbers else ""
     said.append(f"{where}{verb}: {first} {numbers}apart by {differs[first]:.1e}")
-    other = bench.computed((fits or all_tried)[0].hypothesis.terms, layers=True)
+    other = bench.computed(all_tried[0][1].terms, layers=True)
     if tensor := first_tensor(bench.computed(ours.terms, layers=True), other, least):
         said.append(f"first tensor that differs: {tensor[0]}, by {tensor[1]:.1e}")
     return False, [*order, *said, *_verdict(fits, all_tried)]
 
 
-def _verdict(fits: Sequence[Tried], nearest: Sequence[Tried]) -> Iterator[str]:
-    for each in fits:
-        yield f"{each.hypothesis.term}: {each.hypothesis.said} makes A's step B's, apart by {each.worst:.1e}"
+def _verdict(fits: Sequence[tuple[float, Hypothesis]], nearest: Sequence[tuple[float, Hypothesis]]) -> Iterator[str]:
+    for left, each in fits:
+        yield f"{each.term}: {each.said} makes A's step B's, apart by {left:.1e}"
     if not fits:
-        yield f"no single term explains it; the nearest, {nearest[0].hypothesis.term}, leaves {nearest[0].worst:.1e}"
+        left, each = nearest[0]
+        yield f"no single term explains it; the nearest, {each.term} ({each.said}), leaves {left:.1e}"
 
 
 def _with_their_loss(dump: Dump, found: Found, terms: Terms, known: Results) -> tuple[Results, list[str]]:
@@ -216,7 +217,15 @@ def _in_our_order(ours: Training, theirs: Training) -> tuple[Training, list[str]
 
 
 def compare_runs(bench: Bench, a: RunSide, b: RunSide) -> tuple[bool, list[str]]:
-    """Goes through the steps of two runs to the first that differs, and explains it."""
+    """Goes through the steps of two runs to the first that differs, and explains it; and says what else differs."""
+    equal, said = _compare_steps(bench, a, b)
+    hosts = [read_json(side.path / HOST_FILE) for side in (a, b)]
+    pairs = {**differences(to_json(a.config), to_json(b.config)), **differences(hosts[0], hosts[1])}
+    fields = [name for name, (_, theirs) in pairs.items() if theirs is not ABSENT]
+    return equal, said if equal or not fields else [*said, f"A and B have other values of {', '.join(fields)}"]
+
+
+def _compare_steps(bench: Bench, a: RunSide, b: RunSide) -> tuple[bool, list[str]]:
     steps = sorted(set(a.steps) & set(b.steps) & set(a.rows) & set(b.rows))
     for step in steps:
         if said := _sampled(bench, a, b, step):
@@ -298,4 +307,4 @@ def _why_other_tokens(bench: Bench, a: RunSide, b: RunSide, step: int) -> list[s
         return [f"sampling seed: A's policy gives B's answers B's log-probs, apart by {differs:.1e}; the draws differ"]
     all_tried = tried(bench, hypotheses(terms), known)
     lines = [f"A's policy gives B's answers other log-probs, apart by {differs:.1e}"]
-    return [*lines, *_verdict([each for each in all_tried if each.worst <= limit], all_tried)]
+    return [*lines, *_verdict([each for each in all_tried if each[0] <= limit], all_tried)]

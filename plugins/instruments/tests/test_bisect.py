@@ -190,6 +190,7 @@ def test_a_run_with_one_other_field_is_explained_by_it(runs: Path, capfd: pytest
     assert told[0].startswith("step 1, forward_backward: loss_per_token ") or told[0].startswith(
         "step 1, optim_step: grad_norm "
     )
+    assert told[-1] == "A and B have other values of env, normaliser"
     assert {line.partition(":")[0] for line in told if "makes A's step B's" in line} == {
         "normaliser",
         "loss denominator",
