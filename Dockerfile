@@ -4,7 +4,7 @@
 # The image for GPUs brings CUDA; the host brings NVIDIA's driver and container toolkit.
 FROM python:3.12-slim
 ARG DEVICE=cpu
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ git make && apt-get dist-clean
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ git make && rm -rf /var/lib/apt/lists/*
 WORKDIR /ownloop
 COPY . .
 RUN make setup DEVICE=$DEVICE && .venv/bin/uv cache clean
