@@ -38,31 +38,31 @@ _TRAINERS: Mapping[str, tuple[str, ...]] = {
     "attention.rope": ("query rotation", "key rotation"),
     "attention.inner_attention": ("attention",),
     "attention.wo": ("output product",),
+    "after_attention": ("norm after attention",),
     "ffn_norm": ("feed-forward's norm",),
     "feed_forward.w1": ("gate product",),
     "feed_forward.w3": ("up product",),
     "feed_forward.w2": ("down product",),
+    "after_ffn": ("norm after the feed-forward",),
     "norm": ("last norm",),
 }
 """Module of a torchtitan model, in the layer -> what its outputs are."""
 _GENERATORS: Mapping[str, tuple[str, ...]] = {
     "embed_tokens": ("embedding",),
-    "input_layernorm": ("attention's norm",),
     "self_attn.qkv_proj": ("query product", "key product", "value product"),
     "self_attn.q_norm": ("query norm",),
     "self_attn.k_norm": ("key norm",),
     "self_attn.rotary_emb": ("query rotation", "key rotation"),
     "self_attn.attn": ("attention",),
     "self_attn.o_proj": ("output product",),
-    "post_attention_layernorm": ("feed-forward's norm",),
     "mlp.gate_up_proj": ("gate product", "up product"),
     "mlp.act_fn": ("activation",),
     "mlp.down_proj": ("down product",),
     "norm": ("last norm",),
     "logits_processor": ("logits",),
 }
-"""The same of vLLM's models."""
-_ORDER = (*_GENERATORS.values(),)
+"""The same of vLLM's models, but for a layer's norms, whose names families have of their own."""
+_NORMS = ("attention_norm", "after_attention", "ffn_norm", "after_ffn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,9 @@ class Differing:
 
 def first_difference(trainers: Outputs, generators: Outputs) -> Differing | None:
     """Compares the operations that both sides have. Of the trainer's rows the last count, if it has more."""
-    places = {name: place for place, name in enumerate(name for names in _ORDER for name in names)}
+    names = [name for names in _TRAINERS.values() for name in names]
+    names[names.index("down product") : names.index("down product")] = ["activation"]
+    places = {name: place for place, name in enumerate([*names, "logits"])}
     common = trainers.keys() & generators.keys()
     for layer, name in sorted(common, key=lambda key: (key[0], places[key[1]])):
         ours, theirs = torch.cat(trainers[layer, name]), torch.cat(generators[layer, name])
@@ -166,10 +168,14 @@ def compare_sides(
     sampling = SamplingParams(max_tokens=_NUM_TOKENS, seed=0, ignore_eos=True)
     model: Any = generator.llm.model_executor.driver_worker.model_runner.model  # pyright: ignore[reportAttributeAccessIssue]
     policy: Any = trainer
+    stored = policy._parts[0].hf_layer_names
+    operations = {**_GENERATORS, **{stored[norm]: _TRAINERS[norm] for norm in _NORMS if norm in stored}}
     for prompt in prompts:
         theirs, ours = Outputs(), Outputs()
-        with traced(model, _GENERATORS, theirs):
+        with traced(model, operations, theirs):
             (completion,) = asyncio.run(generator.generate(prompt, sampling))
+        if policy._shape(policy._config.model).is_gemma2:
+            del theirs[_FIRST, "embedding"]  # vLLM scales it outside of all modules
         with traced(policy._model, _TRAINERS, ours), _traced_logits(policy._model, ours):
             _score(trainer, prompt, completion)
         if (found := first_difference(ours, theirs)) is not None:

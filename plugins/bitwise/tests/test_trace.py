@@ -55,3 +55,20 @@ def one_bit(values: Tensor) -> Tensor:
     changed = values.clone().contiguous()
     changed.view(-1).view(torch.int16 if values.element_size() == 2 else torch.int32)[0] ^= 1
     return changed
+
+
+@pytest.mark.parametrize("family", ["ernie4_5", "exaone4", "gemma2", "mistral"])
+def test_nothing_differs_in_other_families_and_their_norms_are_named(
+    family: str, tmp_path: Path, build_engine: EngineFactory
+) -> None:
+    model = tiny_dense(family, tmp_path / "model", **SERVABLE)
+    generator = build_engine(model, "bfloat16", numerics="bitwise", engine_args={"enable_prefix_caching": False})
+    trainer = BitwiseEngine(TrainerConfig(model=model, engine="bitwise", compute_dtype="bfloat16"))
+    assert compare_sides(trainer, generator, PROMPTS) is None
+    runner: Any = generator.llm.model_executor.driver_worker.model_runner  # pyright: ignore[reportAttributeAccessIssue]
+    weight = runner.model.model.layers[1].post_attention_layernorm.weight.data
+    weight.copy_(one_bit(weight))
+    found = compare_sides(trainer, generator, PROMPTS)
+    names = {"exaone4": "the attention's norm of layer 1", "gemma2": "the norm after attention of layer 1"}
+    assert isinstance(found, Differing)
+    assert found.operation == names.get(family, "the feed-forward's norm of layer 1")
