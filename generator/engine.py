@@ -158,7 +158,8 @@ class GenerationEngine:
             sampling = replace(sampling, seed=secrets.randbits(31))
         num_distinct = num_samples if sampling.temperature > 0 else 1  # greedy samples are all the same
         request = Generate(self._next_id(), join_tokens(prompt_tokens), sampling, num_distinct, policy)
-        completions: list[Completion] = await self._calls.answered(request)
+        output: RequestOutput = await self._calls.answered(request)
+        completions = to_completions(output, self._tokenizer, self._ends)  # here, while the engine steps on
         sampled = [replace(each, temperature=sampling.temperature) for each in completions]
         if not sampling.cuts or sampling.temperature == 0:
             sampled = [replace(each, kept=None) for each in sampled]
@@ -313,7 +314,7 @@ class GenerationEngine:
             self._calls.pass_on(output)
             if output.finished:
                 del self._running[output.request_id]
-                self._finish(output)
+                self._calls.answer(output.request_id, output)
         self._updates.free_dropped()
 
     def _update(self, update: Update) -> None:
@@ -358,9 +359,6 @@ class GenerationEngine:
             # Callers need not have imported vLLM, so its own exceptions would be of no use to them.
             raise ValueError(str(error)) from None
         self._running[request.id] = policy
-
-    def _finish(self, output: RequestOutput) -> None:
-        self._calls.finish(output.request_id, lambda: to_completions(output, self._tokenizer, self._ends))
 
     def _cancel(self, cancel: Cancel) -> None:
         if not self._backlog.cancel(cancel):

@@ -3,7 +3,7 @@
     event loop, or any thread                            the engine's thread
     EngineCalls.answered(command) -> queue ------------> receive: rank 0 takes the commands and broadcasts them
                                                          Backlog.next: the next command that need not wait
-    await, or the next output of a stream <------------- EngineCalls.answer, finish, pass_on
+    await, or the next output of a stream <------------- EngineCalls.answer, pass_on
     EngineStatus <-------------------------------------- ActivityClock
 
 The controller imports this module, so it imports neither torch nor vLLM.
@@ -242,10 +242,6 @@ class EngineCalls:
             del self._streams[command.id]
             self.put(Cancel(command.id))  # without effect on a request that has ended
 
-    def is_streamed(self, request_id: str) -> bool:
-        """Whether a caller of this rank takes the outputs of a request as they come."""
-        return request_id in self._streams
-
     def pass_on(self, output: "RequestOutput") -> None:
         """Gives an output to the caller that takes this request's outputs, if there is one."""
         if (put := self._streams.get(output.request_id)) is not None:
@@ -287,15 +283,6 @@ class EngineCalls:
             answer.set_exception(error)
         else:
             answer.set_result(result)
-
-    def finish(self, command_id: str, make: Callable[[], Any]) -> None:
-        """Answers with what `make` returns, or the error that it raises. The end of a stream is its whole answer."""
-        try:
-            result = None if self.is_streamed(command_id) else make()
-        except Exception as error:
-            self.answer(command_id, error=error)
-        else:
-            self.answer(command_id, result)
 
     def forget(self, command_id: str) -> None:
         """Notes that no caller waits for the answer any more."""
