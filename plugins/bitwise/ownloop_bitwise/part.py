@@ -18,7 +18,6 @@ _ONE_VALUE: Mapping[str, tuple[object, str]] = {
     "tensor_parallel": (1, "ranks would add parts of a product; use num_replicas"),
     "head_dtype": (None, "logits are computed in dtype"),
     "routes": (False, "there are no kernels for experts"),
-    "speculation": (None, "drafts are checked by another sampler"),
 }
 
 
