@@ -8,6 +8,7 @@ import pytest
 
 from generator.config import Speculation
 from generator.engine import GenerationEngine
+from ownloop_speculation.history import History
 from plugins.speculation.tests.drafting import Wild, draft_always
 from plugins.speculation.tests.test_drafted_rollouts import CUTS, PROMPT
 from rl.tiny_models import SERVABLE, tiny_dense
@@ -29,12 +30,14 @@ def sample(engine: GenerationEngine) -> list[list[Completion]]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_log_probs_with_drafts_are_equal_to_the_bit(dtype: Any, tmp_path: Path, build_engine: EngineFactory) -> None:
-    model = tiny_dense("qwen3", tmp_path / "model", **{**SERVABLE, "initializer_range": 0.25})
+    shape: dict[str, Any] = {**SERVABLE, "initializer_range": 0.25}
+    model = tiny_dense("qwen3", tmp_path / "model", **shape)
     plain = build_engine(model, dtype, numerics="bitwise", max_num_seqs=16)
     expected = sample(plain)
-    drafting = build_engine(model, dtype, numerics="bitwise", max_num_seqs=16, speculation=Speculation(min_chance=0.0))
-    for history in (None, Wild):
-        draft_always(drafting, *([history] if history else []))
+    speculation = Speculation(min_chance=0.0)
+    drafting = build_engine(model, dtype, numerics="bitwise", max_num_seqs=16, speculation=speculation)
+    for history in (History, Wild):
+        draft_always(drafting, history)
         sample(drafting)
         drafting.load.take()
         assert sample(drafting) == expected

@@ -162,6 +162,7 @@ def test_streams_and_what_vllm_computes_from_earlier_tokens(
     plain: GenerationEngine, drafting: GenerationEngine
 ) -> None:
     import vllm
+    from vllm.sampling_params import StructuredOutputsParams
 
     draft_always(drafting)
     params = vllm.SamplingParams(max_tokens=40, seed=3, logprobs=2, temperature=0.5)
@@ -172,6 +173,7 @@ def test_streams_and_what_vllm_computes_from_earlier_tokens(
         {"min_tokens": 30, "stop_token_ids": [4]},
         {"bad_words": ["w9"]},
         {"allowed_token_ids": [4, 7, 9, 11]},
+        {"structured_outputs": StructuredOutputsParams(regex=r"(w4|w7|w9)( (w4|w7|w9|w11)){5,12}")},
     ]
 
     async def one(engine: GenerationEngine, options: dict[str, Any]) -> tuple[Any, ...]:
