@@ -20,11 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result
 from generator.config import GeneratorConfig, Speculation
+from ownloop_speculation.replay import Request
 from rl.system.hardware import cpu_dtype
 from rl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:  # the import loads vLLM
     from generator.engine import GenerationEngine
+    from ownloop_speculation.history import History
+    from ownloop_speculation.rule import DraftRule
 
 QUESTIONS = (
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did "
@@ -46,6 +49,7 @@ class Tally:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     metrics: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    passes: list[list["Request"]] = field(default_factory=list[list["Request"]])
 
 
 def main() -> None:
@@ -97,7 +101,10 @@ def measure(
                     timed_pass(engine, prompts, of_pass, running, tally)
             name = f"temperature_{temperature}_running_{running}"
             figures |= ratios(name, without, with_drafts)
-            print(drafter_of(drafting).rule.__dict__)
+            rule = drafter_of(drafting).rule
+            figures[f"predicted_speed_{name}"] = predicted_speed(with_drafts, kept, rule, running)
+            figures[f"step_rows_{name}"] = rule.step / max(rule.row, 1e-9)
+            figures[f"check_rows_{name}"] = rule.check / max(rule.row, 1e-9)
             if (temperature, running) in BARS:
                 value = figures[f"speed_{name}"]
                 bars.append(Bar(name=f"speed_{name}", value=value, limit=BARS[temperature, running], at_most=False))
@@ -163,6 +170,21 @@ def timed_pass(
     tally.cpu_seconds += time.process_time() - cpu_began
     tally.tokens += sum(len(each.tokens) for each in found)
     tally.metrics.append(engine.load.take())
+    tally.passes.append([Request(tuple(prompts[i % len(prompts)]), each.tokens, 0) for i, each in enumerate(found)])
+
+
+def predicted_speed(tally: Tally, history: "History", costs: "DraftRule", running: int) -> float:
+    """What `ownloop drafts` says of these passes, by these costs of a step."""
+    from ownloop_speculation.replay import replay
+    from ownloop_speculation.rule import DraftRule
+
+    rule, seconds = DraftRule(), [0.0, 0.0]
+    rule.step, rule.row, rule.check = costs.step, costs.row, costs.check
+    for requests in tally.passes:
+        for place, most in enumerate((0, 8)):
+            known = copy.deepcopy(history)
+            seconds[place] += replay(requests, known, rule, running=running, max_draft=most, min_chance=0.2).seconds
+    return seconds[0] / seconds[1]
 
 
 def ratios(name: str, without: Tally, with_drafts: Tally) -> dict[str, float]:
