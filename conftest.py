@@ -45,6 +45,7 @@ _TOGETHER = {
         "plugins/families/tests/test_generator_routes.py",
         "plugins/hosts/tests/weights/test_network_pulls.py",
         "plugins/instruments/tests/",
+        "plugins/referee/tests/test_real_server.py",
         "plugins/server/tests/test_openai_serving.py",
         "plugins/shelf/tests/test_distilled_runs.py",
         "plugins/speculation/tests/test_drafted_rollouts.py",

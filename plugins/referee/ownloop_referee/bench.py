@@ -5,7 +5,6 @@ Steps are Adam's with betas of 0 and an eps far above the gradient, so that each
     weights -= learning_rate * g / (|g| + eps)   ->   weights -= (learning_rate / eps) * g
 
 Of such steps it is known by arithmetic how far they go, and rounding of the gradient stays rounding of the weights.
-Only the official SDK is used, of version 0.25 or later.
 """
 
 import contextlib
@@ -56,7 +55,7 @@ class Settings:
     context: int | None = None
     """Tokens of the longest sequence. The default is what the server says."""
     tolerance: float = 1e-5
-    """How far log-probs may differ that should be equal."""
+    """How far log-probs may differ that should be equal: absolutely, and below -1 as a part of the log-prob."""
     timeout_s: float = 120.0
     """Seconds in which a call has to be answered."""
     restart: str | None = None
@@ -76,11 +75,11 @@ class Findings:
         (self.right if holds else self.wrong).append(claim if holds else f"not so: {claim}")
 
     def equal(self, what: str, found: FloatArray, expected: FloatArray) -> None:
-        """Notes the largest difference of two arrays, which should be of one shape."""
+        """Notes the largest difference of two arrays of one shape, of numbers beyond 1 as a part of them."""
         if found.shape != expected.shape:
             self.wrong.append(f"{what}: {found.size} numbers instead of {expected.size}")
         else:
-            gap = float(np.abs(found - expected).max())
+            gap = float((np.abs(found - expected) / np.maximum(1, np.abs(expected))).max())
             (self.right if gap <= self.tolerance else self.wrong).append(f"{what}: {gap:.1e}")
 
     def ratio(self, what: str, found: FloatArray, unit: FloatArray, expected: float) -> None:

@@ -55,9 +55,8 @@ def resume(bench: Bench, found: Findings) -> None:
     if bench.settings.restart is not None:
         bench.sessions.pop_all()  # they end with the server
         subprocess.run(bench.settings.restart, shell=True, check=True)
-        bench.service = bench.connect(bench.settings.key)
         found.right.append("the server was restarted")
-    service = bench.connect(bench.settings.key)
+    service = bench.service = bench.connect(bench.settings.key)
     again = bench.get(service.create_training_client_from_state_with_optimizer(path))
     found.equal("as saved", bench.scores(again), saved)
     train(again)

@@ -54,7 +54,7 @@ def _tiny_chat_model(path: Path) -> Path:
 
 
 @contextmanager
-def serving_tiny_model(folder: Path) -> Generator[Served]:
+def serving_tiny_model(folder: Path, *, max_snapshots: int = 4) -> Generator[Served]:
     """Serves it as "tiny" until the block ends. Everything lies in `folder`."""
     model = _tiny_chat_model(folder / "model")
     config = ServeConfig(
@@ -63,7 +63,7 @@ def serving_tiny_model(folder: Path) -> Generator[Served]:
         port=0,
         folder=folder / "gateway",
         max_rank=8,
-        max_snapshots=4,
+        max_snapshots=max_snapshots,
         tool_parser=("hermes",),
         trainer=TrainerConfig(compute_dtype="float32"),
         generator=GeneratorConfig(dtype="float32", max_model_len=64, max_num_seqs=8),
