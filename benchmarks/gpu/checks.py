@@ -37,7 +37,7 @@ class Check:
 
 def gpu_test_files() -> list[str]:
     """The files with tests marked `gpu`: the others may need packages that are not there to be collected."""
-    files = sorted((REPOSITORY / "tests").rglob("test_*.py"))
+    files = sorted([*(REPOSITORY / "tests").rglob("test_*.py"), *REPOSITORY.glob("plugins/*/tests/**/test_*.py")])
     return [str(file.relative_to(REPOSITORY)) for file in files if "pytest.mark.gpu\n" in file.read_text()]
 
 

@@ -15,6 +15,8 @@ import pytest
 from benchmarks import gpu_check
 from benchmarks.gpu import checks, numerics, utilisation
 from benchmarks.gpu.checks import CHECKS, Check, Finding, run_check
+from benchmarks.harness import REPOSITORY
+from tests.gpu_pretended.rehearsal import PARTS
 from tests.waiting import LIMIT_S, wait_until
 
 PRINTS = """
@@ -177,3 +179,9 @@ def test_all_of_it_runs_on_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert {"numerics", "utilisation"} <= {line["check"] for line in printed}
     assert all(np.isfinite(line["value"]) for line in printed)
     assert "no GPU" in (tmp_path / "page.md").read_text()
+
+
+def test_the_rehearsal_names_files_that_there_are() -> None:
+    files = {word for part in PARTS for word in part.arguments if word.startswith(("tests/", "plugins/"))}
+    assert len(files) >= 7
+    assert [file for file in sorted(files) if not (REPOSITORY / file).exists()] == []

@@ -67,7 +67,7 @@ PARTS = (
         "gpu_tests",
         "Tests marked `gpu` pass: kernels' choices, pinned offload of every engine, calls that run out of memory, CUDA "
         "IPC with another process until it dies, pairs of NCCL between a process and two that pass on.",
-        (*_PYTEST, "-m", "gpu", _ENGINES, "tests/rl/weights"),
+        (*_PYTEST, "-m", "gpu", _ENGINES, "tests/rl/weights", "plugins/hosts/tests/weights"),
     ),
     Part(
         "numerics",
@@ -81,7 +81,8 @@ PARTS = (
         "failures, checkpoints that one rank loads, exports, pushes. Their state leaves the GPU and comes back. So do "
         "two ranks of fsdp2, fsdp1 and megatron_fsdp, and of megatron, which share data or layers.",
         (
-            *(*_PYTEST, f"{_ENGINES}/test_sharded_engine.py", f"{_ENGINES}/test_megatron_fsdp.py", "-k"),
+            *(*_PYTEST, "plugins/doctors/tests/test_sharded_engine.py"),
+            *("plugins/megatron/tests/test_megatron_fsdp.py", "-k"),
             "several_ranks_keep_the_contract and (" + " or ".join(f"[{name}-" for name in _LAYOUTS) + ")"
             " or two_ranks_compute and [tied-",
         ),

@@ -1,16 +1,18 @@
 """All engines as parameters of tests; those whose package is not installed here are skipped.
 
-`megatron_fsdp` needs CUDA and has tests of its own, in the plug-in `megatron`.
+`megatron_fsdp` needs CUDA and has tests of its own, in the plug-in `megatron`. `bitwise` refuses it.
 """
 
 from collections.abc import Sequence
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from trainer.engine_table import all_engines
 
-_EVERYWHERE = {name: entry for name, entry in all_engines().items() if name != "megatron_fsdp"}
+_ELSEWHERE = ("megatron_fsdp", "bitwise") if torch.cuda.is_available() else ("megatron_fsdp",)
+_EVERYWHERE = {name: entry for name, entry in all_engines().items() if name not in _ELSEWHERE}
 INSTALLED = [name for name, entry in _EVERYWHERE.items() if not entry.requires or find_spec(entry.requires)]
 
 
