@@ -34,11 +34,11 @@ def compute_bitwise(engine: LLMEngine, shape: BitwiseDecoder) -> None:
     worker: Any = engine.model_executor.driver_worker
     runner = getattr(worker, "worker", worker).model_runner
     settings = engine.model_config
-    table = ops.rope_table(inverse_frequencies(shape), max(settings.max_model_len, shape.max_seq_len))
+    num_positions = max(settings.max_model_len, shape.max_seq_len)
     with set_current_vllm_config(engine.vllm_config):
         for name, layer in list(runner.model.named_modules()):
-            _change(name, layer, table, shape)
-        if shape.is_gemma2:
+            _change(name, layer, shape, num_positions)
+        if shape.family == "gemma2":
             _add_head(runner.model, runner.model.model.embed_tokens)
     if shape.logit_cap is not None:
         _cap_logits(runner.model, shape.logit_cap)
@@ -52,7 +52,7 @@ def compute_bitwise(engine: LLMEngine, shape: BitwiseDecoder) -> None:
     draw_by_position(runner)
 
 
-def _change(name: str, layer: Any, table: Tensor, shape: BitwiseDecoder) -> None:
+def _change(name: str, layer: Any, shape: BitwiseDecoder, num_positions: int) -> None:
     """Has one layer of the model compute by the kernels."""
     if type(layer) is RMSNorm:
         setattr(layer, _FORWARD, partial(_norm, layer, 0.0))
@@ -66,6 +66,7 @@ def _change(name: str, layer: Any, table: Tensor, shape: BitwiseDecoder) -> None
         number = extract_layer_index(name)
         _change_attention(name, layer, shape.windows[number] if shape.windows else 0, shape)
     elif isinstance(rotary := getattr(layer, "rotary_emb", None), RotaryEmbedding):
+        table = ops.rope_table(inverse_frequencies(shape, extract_layer_index(name)), num_positions)
         # Engines of a process share vLLM's.
         layer.rotary_emb = _Rotary(rotary, table, shape.row.rotates == "neighbours")
     elif isinstance(getattr(layer, "weight", None), Tensor):

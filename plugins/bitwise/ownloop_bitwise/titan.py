@@ -28,7 +28,7 @@ from trainer.engines.pytorch.document_attention import RowPart, document_attenti
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy
 from trainer.engines.pytorch.low_rank import Adaptable
 from trainer.engines.titan.model import specs
-from trainer.engines.titan.model.attention import DocumentAttention, HFRoPE, NeighbourRoPE
+from trainer.engines.titan.model.attention import DocumentAttention, HFRoPE
 from trainer.engines.titan.model.specs import DensePolicy, LogprobHead, norm_config
 
 
@@ -52,7 +52,7 @@ class BitwiseNorm(RMSNorm):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RMSNorm.Config):
-        """`shift` is added to the weight: 1 in Gemma 2."""
+        """`shift` is added to the weight: 1 in Gemma."""
 
         shift: float = 0.0
 
@@ -270,7 +270,7 @@ class ScaledEmbedding(Embedding):
         return x * torch.tensor(self._factor, dtype=x.dtype)
 
 
-class Gemma2Block(Qwen3TransformerBlock):
+class GemmaBlock(Qwen3TransformerBlock):
     """A layer with norms before and after attention and the feed-forward network."""
 
     @dataclass(kw_only=True, slots=True)
@@ -291,7 +291,7 @@ class Gemma2Block(Qwen3TransformerBlock):
         return x + self.after_ffn(self.feed_forward(self.ffn_norm(x)))
 
 
-_GEMMA2_NAMES = {
+_GEMMA_NAMES = {
     "after_attention": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "after_ffn": "post_feedforward_layernorm",
@@ -308,25 +308,26 @@ def build_spec(shape: BitwiseDecoder, head: Head, inner_attention: Module.Config
             window=window, cap=shape.attention_cap, scale=shape.attention_scale
         )
     more: dict[str, Any] = {}
-    if shape.is_gemma2:
+    if shape.is_gemma:
         norms = {name: norm_config(shape, shape.dim) for name in ("after_attention", "after_ffn")}
-        model.layers = [_as(Gemma2Block.Config, layer, **norms) for layer in model.layers]
+        model.layers = [_as(GemmaBlock.Config, layer, **norms) for layer in model.layers]
         model.tok_embeddings = _as(ScaledEmbedding.Config, model.tok_embeddings, factor=shape.dim**0.5)
-        more["names"] = _GEMMA2_NAMES
+        more["names"] = _GEMMA_NAMES
     _replace_layers(model, shape)
     spec.model = _as(BitwisePolicy.Config, model, **more)
     return spec
 
 
 def _replace_layers(model: Any, shape: BitwiseDecoder) -> None:
-    rope = {"frequencies": inverse_frequencies(shape)}
+    for number, layer in enumerate(model.layers):
+        rope, neighbours = layer.attention.rope, shape.row.rotates == "neighbours"
+        frequencies = inverse_frequencies(shape, number)
+        layer.attention.rope = _as(BitwiseRoPE.Config, rope, frequencies=frequencies, neighbours=neighbours)
     for kind, by, more in (
-        (FeedForward.Config, BitwiseFeedForward.Config, {"gelu": shape.is_gemma2}),
+        (FeedForward.Config, BitwiseFeedForward.Config, {"gelu": shape.is_gemma}),
         (Linear.Config, BitwiseLinear.Config, {}),
         (LogprobHead.Config, BitwiseHead.Config, {"cap": shape.logit_cap}),
-        (RMSNorm.Config, BitwiseNorm.Config, {"shift": float(shape.is_gemma2)}),
-        (HFRoPE.Config, BitwiseRoPE.Config, rope),
-        (NeighbourRoPE.Config, BitwiseRoPE.Config, {**rope, "neighbours": True}),
+        (RMSNorm.Config, BitwiseNorm.Config, {"shift": float(shape.is_gemma)}),
     ):
         for _, config, parent, name in list(model.traverse(kind)):
             if type(config) is kind:  # a value head stays as it is: no generator has one

@@ -56,7 +56,6 @@ _GENERATORS: Mapping[str, tuple[str, ...]] = {
     "self_attn.attn": ("attention",),
     "self_attn.o_proj": ("output product",),
     "mlp.gate_up_proj": ("gate product", "up product"),
-    "mlp.act_fn": ("activation",),
     "mlp.down_proj": ("down product",),
     "norm": ("last norm",),
     "logits_processor": ("logits",),
@@ -114,10 +113,10 @@ def traced(model: nn.Module, operations: Mapping[str, tuple[str, ...]], found: O
             if (names := operations.get(inner)) is not None:
                 hook = partial(_keep, found, layer, names, _widths(module, len(names)), operations is _TRAINERS)
                 stack.callback(module.register_forward_hook(hook).remove)
-            if inner == "feed_forward.w2":
+            if inner in ("feed_forward.w2", "mlp.down_proj"):  # layers may share one activation
 
                 def keep_input(_: nn.Module, inputs: tuple[Tensor, ...], layer: int = layer) -> None:
-                    _add(found, layer, "activation", inputs[0].squeeze(0))
+                    _add(found, layer, "activation", inputs[0].reshape(-1, inputs[0].shape[-1]))
 
                 stack.callback(module.register_forward_pre_hook(keep_input).remove)
         yield
@@ -174,7 +173,7 @@ def compare_sides(
         theirs, ours = Outputs(), Outputs()
         with traced(model, operations, theirs):
             (completion,) = asyncio.run(generator.generate(prompt, sampling))
-        if policy._shape(policy._config.model).is_gemma2:
+        if policy._shape(policy._config.model).is_gemma:
             del theirs[_FIRST, "embedding"]  # vLLM scales it outside of all modules
         with traced(policy._model, _TRAINERS, ours), _traced_logits(policy._model, ours):
             _score(trainer, prompt, completion)

@@ -26,7 +26,7 @@ from trainer.push import WeightPublisher
 
 pytestmark = pytest.mark.vllm
 
-FAMILIES = ("ernie4_5", "exaone4", "gemma2", "llama", "mistral", "qwen2", "qwen3", "windows")
+FAMILIES = ("ernie4_5", "exaone4", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen3", "windows")
 """Of the core's table; "windows" is a Mistral with sliding windows."""
 KINDS = (
     SamplingParams(max_tokens=30, ignore_eos=True),

@@ -71,7 +71,6 @@ def test_models_with_other_layers_are_refused_on_either_side(tmp_path: Path) -> 
     """Of a model with sliding windows or soft caps the key of its configuration, or its architecture, is named."""
     for model, what in (
         (tiny_dense("qwen2", tmp_path / "windows", use_sliding_window=True), "use_sliding_window is True"),
-        (tiny_dense("gemma3", tmp_path / "gemma3"), "Gemma3ForCausalLM"),
         (tiny_dense("phi3", tmp_path / "phi3"), "Phi3ForCausalLM"),
         (tiny_dense("hunyuan", tmp_path / "hunyuan", head_dim=16), "hunyuan"),
         (tiny_qwen3_moe(tmp_path / "moe"), "Qwen3"),

@@ -57,7 +57,7 @@ def one_bit(values: Tensor) -> Tensor:
     return changed
 
 
-@pytest.mark.parametrize("family", ["ernie4_5", "exaone4", "gemma2", "mistral"])
+@pytest.mark.parametrize("family", ["ernie4_5", "exaone4", "gemma2", "gemma3", "mistral"])
 def test_nothing_differs_in_other_families_and_their_norms_are_named(
     family: str, tmp_path: Path, build_engine: EngineFactory
 ) -> None:
@@ -70,5 +70,6 @@ def test_nothing_differs_in_other_families_and_their_norms_are_named(
     weight.copy_(one_bit(weight))
     found = compare_sides(trainer, generator, PROMPTS)
     names = {"exaone4": "the attention's norm of layer 1", "gemma2": "the norm after attention of layer 1"}
+    names["gemma3"] = names["gemma2"]
     assert isinstance(found, Differing)
     assert found.operation == names.get(family, "the feed-forward's norm of layer 1")

@@ -11,17 +11,16 @@ import torch
 from numpy.typing import NDArray
 
 from ownloop_bitwise.engine import BitwiseEngine
-from ownloop_bitwise.shape import inverse_frequencies
+from ownloop_bitwise.shape import inverse_frequencies, read_shape
 from rl.losses import get_loss
 from rl.sampling import KeptSets
-from rl.system.hf_config import read_decoder_config
 from rl.tiny_models import SERVABLE, tiny_dense
 from rl.types import AdamParams, Datum
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.titan.model.attention import HFRoPE
 
-FAMILIES = ("ernie4_5", "exaone4", "gemma2", "llama", "mistral", "qwen2", "qwen3", "windows")
+FAMILIES = ("ernie4_5", "exaone4", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen3", "windows")
 """Of the core's table; "windows" is a Mistral with sliding windows."""
 VOCABULARY = 64
 
@@ -87,7 +86,7 @@ def test_a_frozen_reference_computes_what_the_policy_did_at_its_version(dtype: A
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_entropies_and_gradients_are_those_of_other_engines(family: str, tmp_path: Path) -> None:
-    model, other = make(tmp_path, family), "fsdp2" if family in ("gemma2", "windows") else "torchtitan"
+    model, other = make(tmp_path, family), "fsdp2" if family in ("gemma2", "gemma3", "windows") else "torchtitan"
     ours = BitwiseEngine(TrainerConfig(model=model, engine="bitwise", compute_dtype="float32"))
     theirs = load_engine(TrainerConfig(model=model, engine=other, compute_dtype="float32"))
     batch, loss = data(cut=True), get_loss("importance_sampling", {})
@@ -109,10 +108,10 @@ def test_frequencies_are_those_of_the_core(tmp_path: Path) -> None:
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling |= {"original_max_position_embeddings": 64, "rope_theta": 500000.0}
     for options in ({}, {"rope_parameters": scaling}):
-        shape = read_decoder_config(make(tmp_path, "llama", **options))
+        shape = read_shape(make(tmp_path, "llama", **options))
         rope = HFRoPE.Config(dim=shape.head_dim, max_seq_len=8, theta=shape.rope_theta)
         if shape.rope_scaling is not None:
             rope.scaling, rope.scaling_factor, rope.original_max_position_embeddings = "llama", 8.0, 64
             rope.low_freq_factor, rope.high_freq_factor = 1.0, 4.0
         expected = HFRoPE(rope).inverse_frequencies()
-        torch.testing.assert_close(torch.tensor(inverse_frequencies(shape)), expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(torch.tensor(inverse_frequencies(shape, 0)), expected, rtol=1e-6, atol=0)
