@@ -145,8 +145,9 @@ def _of_the_model(terms: Terms, theirs: Mapping[str, Any]) -> Iterator[Hypothesi
     config = {**read_config(terms.model)}
     for term, names, values in (("rope base", ("rope_theta",), _BASES), ("norm's eps", _EPS, _SMALL)):
         for name in names:
-            if (ours := holder(config, name).get(name)) is None:
+            if (own := holder(config, name).get(name)) is None:
                 continue
-            for value in {holder({**theirs}, name).get(name, ours), *values} - {ours}:
+            ours = dict(terms.settings).get(name, own)
+            for value in {holder({**theirs}, name).get(name, own), own, *values} - {ours}:
                 changed = replace(terms, settings=(*terms.settings, (name, float(value))))
                 yield Hypothesis(term=term, said=f"{name} {value:g} in place of {ours:g}", terms=changed)

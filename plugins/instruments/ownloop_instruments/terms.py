@@ -5,6 +5,7 @@ Found, Results  --`apart`-->  name -> difference  how far it is from what anothe
 """
 
 import contextlib
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -114,6 +115,8 @@ class Bench:
         data = loss.prepared(_with_own_logprobs(engine, data))
         most = terms.trainer.max_tokens_per_microbatch
         plan = plan_batch(data, num_ranks=1, max_tokens_per_microbatch=most, share_prefixes=engine.shares_prefixes)
+        if terms.denominator == "none":  # a capsule is one micro-batch, in its order
+            plan = replace(plan, microbatches=((tuple(range(len(data))),),))
         seen: dict[str, Summary] = {}
         with observed(seen) if layers else contextlib.nullcontext():
             output = engine.forward_backward(plan.split(data)[0], loss)
@@ -150,6 +153,7 @@ def _numbers(terms: Terms, metrics: Mapping[str, float], scale: float, norm: flo
 
 def apart(found: Found, known: Results) -> dict[str, float]:
     """Name -> relative difference, of all that `known` holds, in the order of their computation."""
+    tensors = _tensors(found, known)
     differences: dict[str, float] = {}
     if known.logprobs is not None and found.logprobs is not None and len(known.logprobs) == len(found.logprobs):
         ours, theirs = np.concatenate(found.logprobs), np.concatenate(known.logprobs)
@@ -162,8 +166,7 @@ def apart(found: Found, known: Results) -> dict[str, float]:
         least = found.size if name.startswith("loss") else _TINY
         is_same = ours == value or (np.isnan(value) and np.isnan(ours) and name in found.numbers)
         differences[name] = 0.0 if is_same else abs(ours - value) / max(abs(ours), abs(value), least)
-    shared = (name for name in known.values if name in found.values)
-    return differences | {name: found.values[name].difference(known.values[name]) for name in shared}
+    return {**dict(itertools.takewhile(_is_forward, tensors)), **differences, **dict(tensors)}
 
 
 def first_tensor(ours: Results, theirs: Results, limit: float) -> tuple[str, float] | None:
@@ -171,9 +174,17 @@ def first_tensor(ours: Results, theirs: Results, limit: float) -> tuple[str, flo
 
     Those of other shapes, which belong to other positions, are passed over.
     """
-    both = (name for name in ours.values if name in theirs.values)
-    found = ((name, ours.values[name].difference(theirs.values[name])) for name in both)
-    return next(((name, difference) for name, difference in found if limit < difference < np.inf), None)
+    return next((pair for pair in _tensors(ours, theirs) if limit < pair[1] < np.inf), None)
+
+
+def _tensors(ours: Results, theirs: Results) -> list[tuple[str, float]]:
+    """Names and differences of the tensors that both have. The loss is none: it may be about 0."""
+    shared = (name for name in ours.values if name in theirs.values and name != "loss")
+    return [(name, ours.values[name].difference(theirs.values[name])) for name in shared]
+
+
+def _is_forward(tensor: tuple[str, float]) -> bool:
+    return not tensor[0].startswith("gradient of ")
 
 
 def _with_own_logprobs(engine: Engine, data: Sequence[Datum]) -> list[Datum]:

@@ -107,7 +107,8 @@ def recorded(source: str, model: Path | None, other: Training | None) -> Trainin
                       options=capsule.loss_config, trainer=capsule.trainer_config(),
                       model=weights_of(capsule, "model", model) or Path(),
                       checkpoint=weights_of(capsule, "checkpoint", None))  # fmt: skip
-        training = Training(terms=terms, results=Results(values=capsule.computed.values))
+        numbers = {"loss": capsule.computed.loss, "grad_norm": capsule.computed.grad_norm}
+        training = Training(terms=terms, results=Results(numbers=numbers, values=capsule.computed.values))
     else:
         if model is None:
             raise ValueError(f"--model is missing: the weights with which {name} was computed")
@@ -171,7 +172,7 @@ def explain(bench: Bench, ours: Training, theirs: Training, where: str = "") -> 
     verb = "forward" if is_forward else "optim_step" if first == "grad_norm" else "forward_backward"
     numbers = f"{found.numbers[first]:.6g} in A, {known.numbers[first]:.6g} in B, " if first in known.numbers else ""
     said.append(f"{where}{verb}: {first} {numbers}apart by {differs[first]:.1e}")
-    other = bench.computed(all_tried[0][1].terms, layers=True)
+    other = bench.computed(fits[0][1].terms if fits else theirs.terms, layers=True)
     if tensor := first_tensor(bench.computed(ours.terms, layers=True), other, least):
         said.append(f"first tensor that differs: {tensor[0]}, by {tensor[1]:.1e}")
     return False, [*order, *said, *_verdict(fits, all_tried)]

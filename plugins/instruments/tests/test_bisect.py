@@ -214,6 +214,10 @@ def test_the_dtype_of_the_head_is_named(tmp_path: Path, model: Path, capfd: pyte
     assert told[-1].startswith("head's dtype: float32 in place of bfloat16 makes A's step B's")
     status, told = _told(capfd, str(tmp_path / "a.capsule"), f"{tmp_path / 'a.capsule'},compute_dtype=float32")
     assert told[-1].startswith("compute dtype: float32 in place of bfloat16 makes A's step B's")
+    told = _told(capfd, f"{tmp_path / 'a.capsule'},rope_theta=500000", str(tmp_path / "a.capsule"))[1]
+    assert told[0].startswith("forward: output of ")
+    assert "rotary" in told[1]
+    assert told[-1].startswith("rope base: rope_theta 10000 in place of 500000 makes A's step B's")
 
 
 def _dumped_by_trl(model: Path, folder: Path, batch: dict[str, Tensor]) -> Path:
