@@ -37,7 +37,7 @@ _FROM_TRAINING = (
 class Export(OfCheckpoint, TakesFields):
     """Writes a checkpoint as a Hugging Face directory.
 
-    --field value may change what a resumed run may change.
+    Fields that a resume may change, such as --hosts, are options, too.
     """
 
     name: Annotated[str, Positional, arg(metavar="RUN")]

@@ -147,6 +147,8 @@ def find_recipe(name: str) -> Path:
         if not Path(name).is_file():
             raise ValueError(f"there is no recipe file {name}")
         return Path(name)
+    if "/" in name:
+        raise ValueError(f"{name} is neither a recipe's file, which ends in .py, nor a run that this command reads")
     files = recipe_files()
     check_known("recipe", name, files, "recipes")
     return files[name]

@@ -162,7 +162,7 @@ def check_prompts_fit(
         if length > room:
             raise ValueError(
                 f"the prompt of problem {problem.id!r} has {length} tokens; with max_tokens {sampling.max_tokens} the "
-                f"generator's context of {generator.max_model_len} tokens (max_model_len) has room for {max(room, 0)}"
+                f"context of {generator.max_model_len} tokens (generator.max_model_len) has room for {max(room, 0)}"
             )
 
 

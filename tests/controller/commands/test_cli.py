@@ -207,6 +207,7 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
             ("run", "accumulate_smollm2_cpu", "--replay", "gone"),
             "error: the recording ",
         ),
+        (("show", "runs/gone"), "error: runs/gone is neither a recipe's file, which ends in .py, nor a run"),
         (("export", "a", "--to", "b"), "error: there is no run a: neither a nor runs/a holds a config.json"),
         (("chat", "smollm2"), "error: model 'smollm2' is neither a local directory nor a known name"),
     ],
