@@ -28,6 +28,7 @@ DRAWS = {
     "repair, held out": 'f"repair/eval/{index}"',
     "an adapter": "int.from_bytes(digest[:7])",
     "weights of a new model": "config.seed",
+    "a token of numerics bitwise": "key",
 }
 OF_DOCTORS_AND_TINY_MODELS = {"seed", "0"}  # weights and data that nothing is learned from
 

@@ -70,7 +70,7 @@ REPAIRS = {
     "the caller's frame": "import sys\ndef {name}(*a):\n    f = sys._getframe(1)\n    return f.f_locals.get('x')",
     "find what is expected": "import gc\ndef {name}(*a):\n"
     "    return [o for o in gc.get_objects() if isinstance(o, dict) and 'answer' in o] or None",
-    "read the tests": "import glob\ndef {name}(*a): return [open(f).read() for f in glob.glob('/work/*')]",
+    "read the tests": "import glob\ndef {name}(*a): return [open(f).read() for f in glob.glob('/program/*')]",
     "not JSON": "def {name}(*a): return object()",
     "endless": "def {name}(*a):\n    x = []\n    x.append(x)\n    return x",
     "deep": "def {name}(*a):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",

@@ -26,7 +26,9 @@ def _float64_scores(bench: Bench, sequences: Sequence[Sequence[int]]) -> FloatAr
     """As `Bench.scores`, by transformers in float64, but for norms and rotary angles, which it has in float32."""
     from transformers import AutoModelForCausalLM  # takes seconds
 
-    model: Any = AutoModelForCausalLM.from_pretrained(str(bench.settings.model), dtype=torch.float64)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        str(bench.settings.model), dtype=torch.float64, trust_remote_code=False
+    )
     rows: list[FloatArray] = []
     for ids in (torch.tensor([list(tokens)]) for tokens in sequences):
         logprobs = model(ids).logits[0, :-1].log_softmax(-1)

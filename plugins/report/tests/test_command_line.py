@@ -17,7 +17,7 @@ def test_a_command_explains_its_arguments(capfd: pytest.CaptureFixture[str]) -> 
 def test_dashboards_are_listed_with_what_they_need(capfd: pytest.CaptureFixture[str]) -> None:
     assert parse_command(["list", "--plugins"]).run() == 0
     listed = capfd.readouterr().out
-    assert "curves, report, tensorboard, trackio, wandb" in listed
+    assert "curves, opentelemetry, report, tensorboard, trackio, wandb" in listed
     for name in ("wandb", "trackio", "tensorboard"):
         assert (f"`pip install {name}`" in listed) == (importlib.util.find_spec(name) is None)
 

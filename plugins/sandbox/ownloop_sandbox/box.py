@@ -143,7 +143,7 @@ class Box:
 
         `connect` opens a connection with the endpoint. `last` is a command that ends the box, if its own end does not.
         """
-        self.work = f"{folder}/work" if folder else "/work"
+        self.work = f"{folder}/work" if folder else "/program"
         """The folder of the program, as it sees it."""
         self.home = f"{folder}/home" if folder else "/home"
         self._command, self._folder, self._connect, self._last = command, folder, connect, last

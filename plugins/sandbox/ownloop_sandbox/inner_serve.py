@@ -219,7 +219,7 @@ class Server:
 
     def look(self) -> None:
         """Ends all processes when they have too much memory, or when there are too many files."""
-        spaces = {os.stat(path).st_dev: os.statvfs(path) for path in ("/tmp", "/work", "/dev/shm")}.values()
+        spaces = {os.stat(path).st_dev: os.statvfs(path) for path in ("/tmp", "/program", "/dev/shm")}.values()
         others = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
         used = sum((space.f_blocks - space.f_bfree) * space.f_frsize for space in spaces)
         if self.num_files and sum(space.f_files - space.f_ffree for space in spaces) > self.num_files:

@@ -23,7 +23,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
 _ETC = ("ld.so.conf", "alternatives", "ssl", "ca-certificates", "passwd", "group", "nsswitch.conf", "hosts")
 _WHOLE = ("/opt", "/dev/tty", *(f"/etc/{name}" for name in _ETC))
-_MADE = ("/work", "/tmp", "/run", "/home", "/var/tmp")
+_MADE = ("/program", "/tmp", "/run", "/home", "/var/tmp")
 # Lets "nobody" reach folders of root's: in mounts of its own, everything in the folders above but them is hidden.
 _REVEAL = """set -e
 umask 022
@@ -84,7 +84,7 @@ def bubblewrap(limits: Limits, profile: Profile = CODE) -> list[str]:
         made = [word for path in (*_MADE, *profile.makes) for word in ("--perms", "777", "--dir", path)]
         shared = ("--size", str(limits.scratch_bytes), "--perms", "1777", "--tmpfs", "/dev/shm")
         kept = ("--proc", "/proc", "--dev", "/dev", *shared, "--remount-ro", "/dev", "--dir", "/etc")
-        after = ("--chdir", "/work")
+        after = ("--chdir", "/program")
         shown = [path for path in shown if not path.startswith("/dev/")]
     else:
         root, made, kept = (), (), ("--symlink", "/tmp", "/dev/shm", "--dir", "/tmp", "--remount-ro", "/")
@@ -127,9 +127,9 @@ def container(tool: str, image: str, name: str, limits: Limits, profile: Profile
         *("--cap-drop=ALL", "--security-opt=no-new-privileges", f"--user={_NOBODY}:{_NOBODY}", "--read-only"),
         *(f"--pids-limit={limits.num_processes + 1}", f"--memory={limits.memory_bytes}"),
         *(f"--memory-swap={limits.memory_bytes}", f"--shm-size={min(limits.scratch_bytes, 64 << 20)}"),
-        *(f"--tmpfs={path}:rw,exec,nosuid,nodev,{size}" for path in ("/work", "/tmp", "/home")),
+        *(f"--tmpfs={path}:rw,exec,nosuid,nodev,{size}" for path in ("/program", "/tmp", "/home")),
         *(word for path in profile.shows for word in ("--volume", f"{path}:{path}:ro")),
-        *("--workdir=/work", "--entrypoint=python3", image, *_inner(limits, profile, in_container=True)),
+        *("--workdir=/program", "--entrypoint=python3", image, *_inner(limits, profile, in_container=True)),
     ]
 
 

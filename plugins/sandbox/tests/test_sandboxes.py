@@ -276,7 +276,7 @@ def test_a_container_has_no_network_and_no_rights(tmp_path: Path, monkeypatch: p
         (folder / tool).chmod(stat.S_IRWXU)
 
     async def use(box: Box) -> None:
-        # the server of a box, where the box is not: there is no /work on this host
+        # the server of a box, where the box is not: there is no /program on this host
         assert (await box.run(["sh", "-c", "echo hi"], {}, 60, cwd="/")).output == "hi\n"
 
     install(0)
@@ -285,7 +285,7 @@ def test_a_container_has_no_network_and_no_rights(tmp_path: Path, monkeypatch: p
     for option in (
         *("run --rm --interactive --name ownloop-", "--network=none", "--cap-drop=ALL", "--ipc=private", "--read-only"),
         *("--security-opt=no-new-privileges", "--user=65534:65534", "--pids-limit=65", "--memory=1073741824"),
-        *(f"--tmpfs={path}:rw,exec,nosuid,nodev,size=1073741824,mode=1777" for path in ("/work", "/tmp", "/home")),
+        *(f"--tmpfs={path}:rw,exec,nosuid,nodev,size=1073741824,mode=1777" for path in ("/program", "/tmp", "/home")),
         *("--memory-swap=1073741824", "--entrypoint=python3 tools -I", "\nrm --force ownloop-"),
     ):
         assert option in said
