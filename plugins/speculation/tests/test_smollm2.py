@@ -11,7 +11,7 @@ from generator.config import Speculation
 from generator.engine import GenerationEngine
 from ownloop_speculation.history import History
 from plugins.speculation.tests.drafting import Never, Wild, draft_always
-from plugins.speculation.tests.test_drafted_rollouts import CUTS, assert_same, final_logprobs
+from plugins.speculation.tests.test_drafted_rollouts import CUTS, assert_same
 from rl.types import Completion, SamplingParams
 from tests.generator.engines import EngineFactory
 
@@ -45,11 +45,6 @@ def expected(model: Path, build_engine: EngineFactory) -> dict[str, list[Complet
     engine = build_engine(model, "float32", max_num_seqs=32)
     found = sample(engine)
     engine.close()
-    for name, (completion, *_) in found.items():
-        sampling = SamplingParams(max_tokens=MAX_TOKENS, **KINDS[name])
-        by_reference = final_logprobs(model, WORDS, completion.tokens, sampling)
-        chosen = by_reference[range(len(completion.tokens)), completion.tokens]
-        assert completion.logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
     return found
 
 
