@@ -132,7 +132,7 @@ def test_a_held_out_set_is_checked_like_the_recipe(config: GRPOConfig) -> None:
     cut = HeldOut(env=Lines(), samples=2, sampling=SamplingParams(max_tokens=8, top_p=0.9))
     assert replace(config, held_out={"lines": cut}).generator_config.kept_sets
     long = HeldOut(env=Lines(), sampling=SamplingParams(max_tokens=64))
-    with pytest.raises(ValueError, match=r"with max_tokens 64 the generator's context of 64 tokens"):
+    with pytest.raises(ValueError, match=r"max_tokens 64 the context of 64 tokens .generator.max_model_len"):
         _source(replace(config, held_out={"lines": long}))
 
 
