@@ -110,6 +110,8 @@ def recorded(source: str, model: Path | None, other: Training | None) -> Trainin
         numbers = {"loss": capsule.computed.loss, "grad_norm": capsule.computed.grad_norm}
         training = Training(terms=terms, results=Results(numbers=numbers, values=capsule.computed.values))
     else:
+        if not Path(name).is_file():
+            raise ValueError(f"there is no recorded batch and no run {name}")
         if model is None:
             raise ValueError(f"--model is missing: the weights with which {name} was computed")
         dump = read_dump(Path(name))

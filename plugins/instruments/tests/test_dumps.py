@@ -171,7 +171,7 @@ def test_what_is_no_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--model is missing"):
         Bisect(a="ours", b=str(tmp_path / "a.pt")).run()
     with pytest.raises(ValueError, match=r"there is no recorded batch .*b\.pt"):
-        Bisect(a="ours", b=str(tmp_path / "b.pt"), model=tmp_path).run()
+        Bisect(a="ours", b=str(tmp_path / "b.pt")).run()
 
 
 def test_a_pickle_runs_no_code(tmp_path: Path) -> None:
