@@ -197,7 +197,6 @@ class GPUMemorySender(SharedMemorySender):
 
     def _copy(self, pairs: Sequence[Pair]) -> None:
         copy(pairs)
-        self._sharing.wait()
 
 
 class GPUMemoryReceiver(SharedMemoryReceiver):

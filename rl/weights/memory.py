@@ -108,7 +108,6 @@ class WeightBuffer:
         self.parts: tuple[torch.Tensor, ...] = (self._bytes,)
         """The memory that holds the tensors: all bytes, header included, unless they lie in parts of GPU memory."""
         self.begins: tuple[int, ...] = (0,)  # the offset in the manifest at which each part begins
-        self._tensors: dict[TensorSpec, torch.Tensor] = {}
         self._layout = b""  # for which `_checksums` are
         self._checksums: list[BufferChecksums] = []  # of each part
 
@@ -148,13 +147,9 @@ class WeightBuffer:
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """A view of one tensor. Valid while the buffer is locked; it must not outlive the buffer, nor must `parts`."""
-        view = self._tensors.get(spec)
-        if view is None:
-            part = self._part_of(spec)
-            begin = spec.offset - self.begins[part]
-            view = self.parts[part][begin : begin + spec.nbytes].view(spec.dtype).view(spec.shape)
-            self._tensors[spec] = view
-        return view
+        part = self._part_of(spec)
+        begin = spec.offset - self.begins[part]
+        return self.parts[part][begin : begin + spec.nbytes].view(spec.dtype).view(spec.shape)
 
     def checksums(self, record: VersionRecord) -> tuple[int, ...]:
         """`BufferChecksums` of the buffer's content, which must have the layout of `record`."""
@@ -177,11 +172,17 @@ class WeightBuffer:
     def begin_write(self, timeout_s: float) -> None:
         """Waits for readers of the previous content, then withdraws it. Raises `WeightsError` after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while not self._try_lock(fcntl.LOCK_EX):
+        while not self.begins_write():
             if time.monotonic() > deadline:
                 raise WeightsError(f"a reader has kept the weight buffer locked for {timeout_s:g} s; is it stopped?")
             time.sleep(_POLL_S)
-        self._write_header(_UNSEALED)
+
+    def begins_write(self) -> bool:
+        """Withdraws the previous content, unless it has readers. Returns whether it did."""
+        free = self._try_lock(fcntl.LOCK_EX)
+        if free:
+            self._write_header(_UNSEALED)
+        return free
 
     def seal(self, record: VersionRecord, checksums: tuple[int, ...]) -> None:
         """Declares the content to be that of `record`, with these checksums, and admits readers."""

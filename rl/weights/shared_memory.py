@@ -13,8 +13,8 @@ host allows that: the GPU then reads and writes it by itself. Weights are cast b
 import asyncio
 import contextlib
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -39,8 +39,10 @@ from rl.weights.version import (
 
 # vLLM replaces the public function.
 _set_num_threads = torch._C.set_num_threads  # pyright: ignore[reportPrivateUsage]
+_CPU = -1  # of `get_device`
 _PIECE_BYTES = 8 << 20  # larger tensors are cut, so that no thread is left with a long copy at the end
 
+Region = tuple[slice, ...]
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Destination and source, of equal shapes."""
 
@@ -78,10 +80,13 @@ class SharedMemorySender:
         self._reader_timeout_s = reader_timeout_s
         self._rank = own_rank()
         self._specs: dict[str, TensorSpec] = {}
+        self._frozen_names: frozenset[str] = frozenset()
         self._buffers: Sequence[WeightBuffer] = ()
         self._introduced: set[BufferLocation] = set()
         self._sealed: Sealed | None = None  # the newest version, on rank 0
         self._frozen: dict[BufferLocation, bytes] = {}  # the `frozen_id` of what lies in each buffer
+        # Views of each buffer by name, with the regions that they show: hundreds of views take long to make.
+        self._places: defaultdict[BufferLocation, dict[str, tuple[Region, torch.Tensor]]] = defaultdict(dict)
         self._workers: Workers | None = None
 
     async def prepare(self, manifest: Manifest) -> None:
@@ -91,6 +96,7 @@ class SharedMemorySender:
     def _prepare(self, manifest: Manifest) -> None:
         self._buffers = self._make_buffers(manifest)
         self._specs = {spec.name: spec for spec in manifest}
+        self._frozen_names = frozenset(spec.name for spec in manifest if spec.frozen)
         self._workers = Workers()
 
     def _make_buffers(self, manifest: Manifest) -> Sequence[WeightBuffer]:
@@ -123,7 +129,8 @@ class SharedMemorySender:
         if buffer.location not in self._introduced:
             await self._index.announce(replace(record, location=buffer.location))
             self._introduced.add(buffer.location)
-        await asyncio.to_thread(buffer.begin_write, self._reader_timeout_s)
+        if not buffer.begins_write():
+            await asyncio.to_thread(buffer.begin_write, self._reader_timeout_s)
         return index
 
     async def close(self, withdrawn: Iterable[VersionRecord]) -> None:
@@ -132,6 +139,7 @@ class SharedMemorySender:
         for buffer in self._buffers:
             buffer.close()
         self._buffers, self._sealed = (), None
+        self._places.clear()
 
     @torch.no_grad()
     def _write(self, buffer: WeightBuffer, record: VersionRecord, shards: Iterable[Shard]) -> bool:
@@ -139,12 +147,7 @@ class SharedMemorySender:
         problem: Exception | None = None
         has_frozen = self._frozen.pop(buffer.location, None) == record.frozen_id
         try:
-            pairs = [
-                (buffer.tensor(self._specs[shard.name])[shard.region], shard.local)
-                for shard in shards
-                if shard.local is not None and not (has_frozen and self._specs[shard.name].frozen)
-            ]
-            self._copy(pairs)
+            self._copy(self._pairs(buffer, shards, self._frozen_names if has_frozen else ()))
         except Exception as error:  # of any kind, because the other ranks wait to hear of it
             problem = error
         try:
@@ -158,6 +161,20 @@ class SharedMemorySender:
         before, self._sealed = self._sealed, (buffer, buffer.checksums(record))
         buffer.seal(record, self._sealed[1])
         return is_unchanged(record, self._sealed, before)
+
+    def _pairs(self, buffer: WeightBuffer, shards: Iterable[Shard], left_out: Collection[str]) -> list[Pair]:
+        """Where each shard goes, and the shard."""
+        places = self._places[buffer.location]
+        pairs: list[Pair] = []
+        for name, _, local, region in shards:
+            if local is None or name in left_out:
+                continue
+            known, place = places.get(name, (None, None))
+            if place is None or known != region:
+                place = buffer.tensor(self._specs[name])[region]
+                places[name] = region, place
+            pairs.append((place, local))
+        return pairs
 
     def _copy(self, pairs: Sequence[Pair]) -> None:
         """Casts each source into its place. All bytes are there when it returns."""
@@ -212,25 +229,29 @@ def on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
     return bool(places) and all(places)
 
 
-def copy(pairs: Iterable[Pair], batch_bytes: int = 256 << 20) -> None:
+def copy(pairs: Sequence[Pair], batch_bytes: int = 256 << 20) -> None:
     """Copies each source into its destination, cast where the source lies. All have arrived when it returns.
 
     `batch_bytes` are cast at a time, and so need memory twice.
     """
-    devices: set[torch.device] = set()
-    for batch in _batches(pairs, batch_bytes):
-        devices |= {tensor.device for pair in batch for tensor in pair if tensor.is_cuda}
-        # Between GPUs the copy casts by itself, and only the result travels.
-        cast = [source if to.is_cuda and source.is_cuda else source.to(to.dtype) for to, source in batch]
-        pairs_of_kind: dict[bool, list[Pair]] = {}  # one slice of columns would make a call go tensor by tensor
-        for (to, _), source in zip(batch, cast, strict=True):
-            pairs_of_kind.setdefault(to.is_contiguous() and source.is_contiguous(), []).append((to, source))
-        for alike in pairs_of_kind.values():
-            # The public way is one call of Python for each tensor; a mixture of experts has thousands.
-            copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage]
-            copy_all([to for to, _ in alike], [source for _, source in alike], non_blocking=True)
-    for device in devices:  # by name, because threads other than the engine's have another current device
+    devices = {tensor.get_device() for pair in pairs for tensor in pair}
+    if _CPU in devices:
+        for batch in _batches(pairs, batch_bytes):
+            _queue([(to, source.to(to.dtype)) for to, source in batch])
+    else:  # between GPUs the copy casts by itself, and only the result travels
+        _queue(pairs)
+    for device in devices - {_CPU}:  # by number, because threads other than the engine's have another current device
         torch.cuda.synchronize(device)
+
+
+def _queue(pairs: Sequence[Pair]) -> None:
+    """Queues copies in one call, and in another those of slices of columns, of which one makes a call slow for all."""
+    # The public way is one call of Python for each tensor; a mixture of experts has thousands.
+    copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage]
+    whole = [to.is_contiguous() and source.is_contiguous() for to, source in pairs]
+    for kind in dict.fromkeys(whole):
+        alike = [pair for pair, is_whole in zip(pairs, whole, strict=True) if is_whole == kind]
+        copy_all([to for to, _ in alike], [source for _, source in alike], non_blocking=True)
 
 
 def _batches(pairs: Iterable[Pair], max_bytes: int) -> Iterator[Sequence[Pair]]:
@@ -238,11 +259,11 @@ def _batches(pairs: Iterable[Pair], max_bytes: int) -> Iterator[Sequence[Pair]]:
     batch: list[Pair] = []
     num_bytes = 0
     for pair in pairs:
-        if batch and num_bytes + pair[0].nbytes > max_bytes:
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(pair)
         num_bytes += pair[0].nbytes
+        if batch and num_bytes > max_bytes:
+            yield batch
+            batch, num_bytes = [], pair[0].nbytes
+        batch.append(pair)
     if batch:
         yield batch
 

@@ -209,7 +209,7 @@ class StoreSender:
             async with limit:
                 # A clone, because pickling a view would ship its whole storage.
                 spec = self._specs[shard.name]
-                value = shard.tensor.to(spec.dtype, copy=True).contiguous()
+                value = shard.tensor.detach().to(spec.dtype, copy=True).contiguous()
                 if shard.local is not None:
                     sums[shard.name] = element_sum(value.to_local() if isinstance(value, DTensor) else value)
                 await store.put(tensor_key(record, spec), value)

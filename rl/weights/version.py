@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from rl.checks import unknown_name
 from rl.lora import LoRAConfig
@@ -232,13 +232,12 @@ def load_transport(name: str) -> "Transport":
     return resolve_name(transports()[name])()
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """What one trainer rank holds of one tensor."""
 
     name: str
     tensor: "torch.Tensor"
-    """The tensor as the engine has it, in the engine's dtype; a DTensor if it is sharded."""
+    """The engine's parameter, in the engine's dtype; a DTensor if it is sharded."""
     local: "torch.Tensor | None"
     """The part that this rank sends; None if another rank sends the same values."""
     region: tuple[slice, ...]
@@ -358,8 +357,10 @@ def raise_on_every_rank(
 
 async def on_rank_0(work: Callable[[], Awaitable[T]]) -> T:
     """What rank 0's work for a push returns, on every rank. Raises on all ranks if it fails. A collective."""
-    from rl.system.ranks import all_gather, own_rank
+    from rl.system.ranks import all_gather, num_ranks, own_rank
 
+    if num_ranks() == 1:
+        return await work()
     result: Any = None
     problem: Exception | None = None
     try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ def _publish_shards(rank: int, store: FakeStore) -> None:
     }
     publisher = WeightPublisher(torch.bfloat16, store=store)
     for version in (1, 2, 3):
+        if version == 3:
+            placements["rows"] = Shard(1)
         full = _full(version)
         tensors: dict[str, torch.Tensor] = {
             name: distribute_tensor(full[name], mesh, [placement]) for name, placement in placements.items()
@@ -128,6 +131,22 @@ def test_one_rank_publishes_plain_tensors_and_reuses_its_buffers() -> None:
         _assert_published(store, version, full)
         buffers.add(living(store)[-1].location)
     assert len(buffers) == 2
+
+
+def test_parameters_that_are_replaced_or_moved_are_pushed_and_none_is_held() -> None:
+    """A trainer that sleeps gives a parameter other memory; its GPU's is free only if nothing else refers to it."""
+    store = FakeStore()
+    publisher = WeightPublisher(torch.bfloat16, store=store)
+    for version in (1, 3, 5):
+        parameters = {name: nn.Parameter(tensor) for name, tensor in _full(version).items()}
+        asyncio.run(publisher.publish(version, parameters.items()))
+        _assert_published(store, version, _full(version))
+        memory = [weakref.ref(parameter.untyped_storage()) for parameter in parameters.values()]
+        for name, tensor in _full(version + 1).items():
+            parameters[name].data = tensor
+        assert all(reference() is None for reference in memory)
+        asyncio.run(publisher.publish(version + 1, parameters.items()))
+        _assert_published(store, version + 1, _full(version + 1))
 
 
 def test_parts_that_vllm_fuses_are_neighbours() -> None:

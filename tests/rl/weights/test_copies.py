@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 def test_gpu_logic_weights_are_cast_and_travel_together(calls: Calls) -> None:
     sources = [torch.randn(n, 8) for n in (3, 5, 100, 1, 2)]
     destinations = [torch.zeros(source.shape, dtype=torch.bfloat16) for source in sources]
-    shared_memory.copy(zip(destinations, sources, strict=True), batch_bytes=200)
+    shared_memory.copy(list(zip(destinations, sources, strict=True)), batch_bytes=200)
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(destinations, sources, strict=True))
     sizes = [[size for _, size in call] for call in calls]
     assert sizes == [[48, 80], [1600], [16, 32]]  # 200 bytes at a time, or one tensor that is larger
@@ -46,7 +46,7 @@ def test_gpu_logic_weights_are_cast_and_travel_together(calls: Calls) -> None:
 def test_gpu_logic_a_slice_of_columns_does_not_slow_the_others(calls: Calls) -> None:
     sources = [torch.randn(3, 8), torch.randn(3, 9)[:, :8], torch.randn(4, 8)]
     destinations = [torch.zeros(source.shape) for source in sources]
-    shared_memory.copy(zip(destinations, sources, strict=True))
+    shared_memory.copy(list(zip(destinations, sources, strict=True)))
     assert all(torch.equal(a, b) for a, b in zip(destinations, sources, strict=True))
     assert [len(call) for call in calls] == [2, 1]
 

@@ -217,7 +217,7 @@ class OwnShards:
             if shard.local is not None and shard.local.numel() > 0:
                 index = indices[shard.name]
                 region = shard.region or [slice(0, size) for size in manifest[index].shape]
-                self._shards[index] = Part(index, tuple((s.start, s.stop) for s in region)), shard.local
+                self._shards[index] = Part(index, tuple((s.start, s.stop) for s in region)), shard.local.detach()
         self._pushes_without = max(0, self._pushes_without - 1)
 
     def release(self) -> None:

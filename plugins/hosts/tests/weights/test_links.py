@@ -114,7 +114,7 @@ def test_what_cannot_be_cast_ends_the_push(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_tensors_are_let_go_after_a_push() -> None:
     shards, scale = OwnShards(), torch.tensor(7)
-    kept = weakref.ref(scale)
+    kept = weakref.ref(scale.untyped_storage())
     shards.hold([Shard("scale", scale, scale, ())], MANIFEST, b"")
     del scale
     assert kept() is not None
