@@ -20,6 +20,7 @@ from controller.handles.colocated import SharedGPUs
 from controller.processes.mesh import Mesh
 from controller.processes.place import FilesHere, Place, RunFiles, gpu_env
 from rl.data.batching import BatchPlan, checked_data, merge_metrics, plain_datum, plan_batch, validate_batch
+from rl.data.packing import ModelFlops
 from rl.lora import LoRAConfig, check_adapter_name
 from rl.losses import Loss, get_loss
 from rl.protocols import Trainer
@@ -52,6 +53,8 @@ class TrainerHandle:
     share_prefixes: bool
     pushes: bool
     """Whether there is a generator that can pull."""
+    flops: ModelFlops | None = None
+    """By which batches are balanced over ranks."""
     matrix_rate: float = 0.0
     """Operations a second that one rank's device can do, as `trainer.matrix_rate` measured; 0 if it is not known."""
     max_lora_rank: int | None = None
@@ -119,6 +122,7 @@ class TrainerHandle:
             limits=limits,
             version_records=version_records or VersionRecords(),
             share_prefixes=share_prefixes,
+            flops=ModelFlops.of(config.model, config.head, frozen=config.is_frozen),
             matrix_rate=rate,
             pushes=generator_dtype is not None,
             max_lora_rank=max_lora_rank,
@@ -332,6 +336,7 @@ class TrainerHandle:
                     num_ranks=self.config.num_data_parallel_ranks,
                     max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
                     share_prefixes=self.share_prefixes,
+                    flops=self.flops,
                 )
             )
             local_batches = plans[0].split([plain_datum(datum) for datum in ready])

@@ -6,13 +6,14 @@ Also checks a batch before it is sent, and merges metrics of its parts. Pure fun
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rl.checks import MAX_FLOAT32
-from rl.data.packing import PrefixGroup, group_by_prefix
+from rl.data.packing import ModelFlops, PrefixGroup, group_by_prefix
 from rl.sampling import KeptSets, routes_fault
 from rl.types import REPORTED_WEIGHT, Datum
 
@@ -26,6 +27,8 @@ _KINDS: Mapping[str, Any] = {
     "images": tuple,
 }  # of the fields of a datum that do not depend on the model
 Result = TypeVar("Result")
+Microbatches = Sequence[tuple[int, ...]]
+"""Of one rank, as units of the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +53,17 @@ class BatchPlan:
 
 
 def plan_batch(
-    batch: Sequence[Datum], *, num_ranks: int, max_tokens_per_microbatch: int, share_prefixes: bool
+    batch: Sequence[Datum],
+    *,
+    num_ranks: int,
+    max_tokens_per_microbatch: int,
+    share_prefixes: bool,
+    flops: ModelFlops | None = None,
 ) -> BatchPlan:
-    """Splits a batch over ranks, and each rank's local batch into micro-batches, both balanced by tokens.
+    """Splits a batch over ranks, and each rank's local batch into micro-batches, both balanced.
+
+    One rank's micro-batches are balanced by tokens. Several ranks wait for each other at every micro-batch. With
+    `flops`, theirs are balanced by tokens or by the operations that it counts, whichever has them wait less.
 
     With `share_prefixes`, datums with a shared prefix stay together, and what they share is counted once, as on a
     packed row. A micro-batch has at most `max_tokens_per_microbatch` tokens, unless it is a single datum that has more,
@@ -64,8 +75,15 @@ def plan_batch(
     # A unit is a group, or a part of a large one, and goes to one micro-batch as a whole.
     units = [part for group in groups for part in _cut(group, lengths, max_tokens_per_microbatch, tokens_per_rank)]
     sizes = [unit.num_tokens(lengths) for unit in units]
-    shards = _balance(sizes, range(len(units)), num_ranks)
-    packed = [_pack(sizes, shard, max_tokens_per_microbatch) for shard in shards]
+    packed = _pack_ranks(sizes, sizes, num_ranks, max_tokens_per_microbatch)
+    if num_ranks > 1 and flops is not None and flops.per_token:
+        scored = [int(datum.counted.sum()) for datum in batch]
+        loads = [
+            flops.training_of(size, sum(scored[i] for i in unit.members), unit.num_pairs(lengths))
+            for size, unit in zip(sizes, units, strict=True)
+        ]
+        plans = packed, _pack_ranks(loads, sizes, num_ranks, max_tokens_per_microbatch)
+        packed = _least_waiting(plans, loads)
     most = max(len(rank) for rank in packed)
     return BatchPlan(
         microbatches=tuple(
@@ -99,26 +117,48 @@ def _cut(group: PrefixGroup, lengths: Sequence[int], budget: int, tokens_per_ran
     return [*parts, group.part(begin, len(group.members))]
 
 
-def _balance(sizes: Sequence[int], indices: Sequence[int], num_bins: int) -> list[tuple[int, ...]]:
+def _balance(loads: Sequence[float], indices: Sequence[int], num_bins: int) -> list[tuple[int, ...]]:
     """Largest first, each into the emptiest bin. The fullest bin is at most 4/3 of the optimum (Graham 1969)."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads = np.zeros(num_bins, dtype=np.int64)
-    for i in sorted(indices, key=lambda i: (-sizes[i], i)):
-        emptiest = int(loads.argmin())
+    sums = np.zeros(num_bins)
+    for i in sorted(indices, key=lambda i: (-loads[i], i)):
+        emptiest = int(sums.argmin())
         bins[emptiest].append(i)
-        loads[emptiest] += sizes[i]
+        sums[emptiest] += loads[i]
     return [tuple(reversed(members)) for members in bins]
 
 
-def _pack(sizes: Sequence[int], shard: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    """Packs one rank's local batch into balanced micro-batches: as few as possible within the budget."""
-    if not shard:
-        return []
-    num_bins = max(1, -(-sum(sizes[i] for i in shard) // budget))
+def _pack_ranks(loads: Sequence[float], sizes: Sequence[int], num_ranks: int, budget: int) -> Sequence[Microbatches]:
+    """Every rank's micro-batches: as many for each, but for a rank with fewer units than that."""
+    shards = _balance(loads, range(len(sizes)), num_ranks)
+    num_bins, packed = 0, list[Microbatches]()
+    while num_bins < max(map(len, packed), default=1):
+        num_bins = max(map(len, packed), default=1)
+        packed = [_pack(loads, sizes, shard, budget, num_bins) for shard in shards]
+    return packed
+
+
+def _least_waiting(plans: Iterable[Sequence[Microbatches]], loads: Sequence[float]) -> Sequence[Microbatches]:
+    """The plan whose ranks wait least for each other, each rank's largest micro-batches first.
+
+    Ranks compute their first micro-batches together, then their second ones: each takes as long as the largest of them.
+    """
+
+    def load(members: Sequence[int]) -> float:
+        return sum(loads[i] for i in members)
+
+    in_order = [[sorted(rank, key=load, reverse=True) for rank in plan] for plan in plans]
+    return min(in_order, key=lambda ranks: sum(max(map(load, step)) for step in zip_longest(*ranks, fillvalue=())))
+
+
+def _pack(loads: Sequence[float], sizes: Sequence[int], shard: Sequence[int], budget: int, least: int) -> Microbatches:
+    """Packs one rank's local batch into balanced micro-batches: as few as possible within the budget, or `least`."""
+    num_bins = max(least, -(-sum(sizes[i] for i in shard) // budget))
     while True:  # balanced bins may exceed the budget even if their average does not; then one more is tried
-        bins = [members for members in _balance(sizes, shard, num_bins) if members]
-        if all(len(members) == 1 or sum(sizes[i] for i in members) <= budget for members in bins):
-            return bins
+        for by in (loads, sizes):
+            bins = [members for members in _balance(by, shard, num_bins) if members]
+            if all(len(members) == 1 or sum(sizes[i] for i in members) <= budget for members in bins):
+                return bins
         num_bins += 1
 
 

@@ -203,6 +203,11 @@ class PrefixGroup:
         """Tokens of the group on a packed row. `lengths` holds the number of tokens of every datum of the batch."""
         return sum(lengths[i] - shared for i, shared in zip(self.members, self.shared, strict=True))
 
+    def num_pairs(self, lengths: Sequence[int]) -> int:
+        """Pairs of a token there and one that it attends to, itself or before it in its datum."""
+        own = zip(self.members, self.shared, strict=True)
+        return sum((lengths[i] * (lengths[i] + 1) - shared * (shared + 1)) // 2 for i, shared in own)
+
     def part(self, start: int, stop: int) -> "PrefixGroup":
         """The group of the members `start` to `stop - 1`."""
         return PrefixGroup(self.members[start:stop], (0, *self.shared[start + 1 : stop]))
@@ -292,17 +297,22 @@ class ModelFlops:
 
     def forward(self, row: PackedRow) -> float:
         """Operations of a forward pass over the row."""
-        return self._linear(row) + self._attention(row)
+        return self._linear(len(row.tokens), len(row.scored)) + self.per_pair * _num_pairs(row)
 
     def training(self, row: PackedRow) -> float:
         """Operations of a forward and a backward pass over the row. An adapter's few do not count."""
-        return (2 if self.frozen else 3) * self._linear(row) + 3 * self._attention(row)
+        return self.training_of(len(row.tokens), len(row.scored), _num_pairs(row))
 
-    def _linear(self, row: PackedRow) -> float:
-        return self.per_token * len(row.tokens) + self.per_scored * len(row.scored)
+    def training_of(self, num_tokens: int, num_scored: int, num_pairs: float) -> float:
+        """The same of a row that has so many tokens, scored positions, and pairs of a token and one it attends to."""
+        return (2 if self.frozen else 3) * self._linear(num_tokens, num_scored) + 3 * self.per_pair * num_pairs
 
-    def _attention(self, row: PackedRow) -> float:
-        return self.per_pair * float(row.positions.sum() + len(row.positions))  # a token attends to all before it
+    def _linear(self, num_tokens: int, num_scored: int) -> float:
+        return self.per_token * num_tokens + self.per_scored * num_scored
+
+
+def _num_pairs(row: PackedRow) -> float:
+    return float(row.positions.sum() + len(row.positions))  # a token attends to itself and all before it
 
 
 def _tree(firsts: Sequence[int], lengths: Sequence[int], opening: int) -> Document:

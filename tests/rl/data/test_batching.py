@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.data.batching import checked_data, merge_metrics, plan_batch, validate_batch
-from rl.data.packing import pack_row
+from rl.data.packing import ModelFlops, pack_row
 from rl.sampling import KeptSets
 from rl.types import Datum
 
@@ -47,6 +48,26 @@ def test_ranks_share_the_tokens_evenly() -> None:
     plan = plan_batch(batch, num_ranks=4, max_tokens_per_microbatch=512, share_prefixes=True)
     loads = [sum(len(d.tokens) for m in rank for d in m) for rank in plan.split(batch)]
     assert max(loads) <= 1.05 * np.mean(loads)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_ranks_that_wait_for_each_other_share_the_operations(share: bool) -> None:
+    """By rows as they are packed: a long document takes more operations than short ones of as many tokens."""
+    lengths = np.random.default_rng(0).lognormal(7, 1, 128).clip(50, 8000).astype(int)
+    batch = [_datum(40, int(length), i, i) for i, length in enumerate(lengths)]
+    flops = ModelFlops(per_token=9e8, per_scored=3e8, per_pair=2.3e5)
+
+    def waited(counted: ModelFlops | None) -> float:
+        """The operations of each step's slowest rank, over those of a rank that never waits."""
+        plan = plan_batch(batch, num_ranks=8, max_tokens_per_microbatch=16384, share_prefixes=share, flops=counted)
+        rows = [[pack_row(members, share_prefixes=share) for members in rank] for rank in plan.split(batch)]
+        operations = np.array([[flops.training(row) for row in rank] for rank in rows])
+        return float(operations.max(0).sum() / operations.sum(1).mean())
+
+    assert waited(flops) < 1.01
+    assert waited(None) > 1.05
+    alone = partial(plan_batch, batch, num_ranks=1, max_tokens_per_microbatch=9000, share_prefixes=share)
+    assert alone(flops=flops) == alone()
 
 
 def test_one_large_group_is_cut_so_that_no_rank_is_idle() -> None:
