@@ -1,7 +1,7 @@
 """The transport between GPUs of different hosts: parts of the weights travel from device to device by NCCL.
 
     trainer rank's GPU --ncclSend--> GPU of a receiving process --copy--> the host's shared memory
-                                                 the same way to the next host
+                                     two rooms, in turns                  the same way to the next host
 
 It is the transport `network` with other links. A link's TCP connection carries the heads of messages, and a
 communicator of two ranks carries what they announce. Hosts keep versions and checksums as with `network`, and get a
@@ -27,6 +27,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from queue import SimpleQueue
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -41,7 +42,7 @@ _KEY_BYTES = 16
 _ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 _UINT8, _SUCCESS, _IN_PROGRESS = 1, 0, 7  # ncclUint8, ncclSuccess, ncclInProgress
 _BINDINGS = "nccl.bindings.nccl"
-_ROOM_BYTES = 16 << 20  # a message has a place on the GPU of so many at a time
+_ROOM_BYTES = 8 << 20  # each link has two places of so many on the receiving GPU
 _LOOK_S = 50e-6
 _START_S = 60.0  # for a process to start CUDA
 _KNOWN, _UNKNOWN = b"+", b"-"
@@ -57,7 +58,7 @@ class Pair(Protocol):
         ...
 
     def receive(self, into: torch.Tensor) -> None:
-        """Waits until bytes have arrived on the device (uint8 [N])."""
+        """Waits until bytes have arrived on the device (uint8 [N]), where nothing else uses `into` meanwhile."""
         ...
 
     def interrupt(self) -> None:
@@ -137,6 +138,7 @@ class NCCLPair:
             raise LinkError(f"no communicator of NCCL: the other end did not come within {timeout_s:g} s") from None
 
     def send(self, data: torch.Tensor) -> None:
+        self._stream.wait_stream(torch.cuda.default_stream(self.device))  # in which `data` was computed
         self._run("send", data)
 
     def receive(self, into: torch.Tensor) -> None:
@@ -153,7 +155,6 @@ class NCCLPair:
 
     def _run(self, function: str, data: torch.Tensor) -> None:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            self._stream.wait_stream(torch.cuda.default_stream(self.device))  # in which `data` was computed
             where = data.data_ptr(), data.nbytes, _UINT8, self._peer
             _call(function, *where, self._communicator, self._stream.cuda_stream)
             done = torch.cuda.Event()
@@ -189,6 +190,10 @@ def _call(function: str, *arguments: Any) -> Any:
         raise LinkError(f"NCCL's {function}: {error}") from error
 
 
+_Head = tuple[Part, int, bytes] | None
+"""What `receive_head` returns."""
+
+
 class NCCLLink(Link):
     """One end of a link. Heads go through its connection, and data through a pair."""
 
@@ -203,6 +208,9 @@ class NCCLLink(Link):
         self._place, self._key = "", b""
         self._pair: Pair | None = None
         self._is_whole = False  # whether everything has passed
+        self._receiving: threading.Thread | None = None
+        self._arrived = SimpleQueue[_Head | torch.Tensor | Exception]()
+        self._free = SimpleQueue[torch.Tensor | None]()  # rooms that hold nothing; None ends the thread
 
     @classmethod
     def connect(cls, address: LinkAddress, transfer_id: str) -> Self:
@@ -231,10 +239,34 @@ class NCCLLink(Link):
             own.send(_UNKNOWN if own._pair is None else _KNOWN)
             if own._pair is None:
                 own._pair = cls.maker.make(own.receive_bytes(_ID_BYTES), 1, link.timeout_s)
+            for _ in range(2):
+                own._free.put(own.room(_ROOM_BYTES, own._pair.device))
         except BaseException:
             own.close()
             raise
+        own._receiving = threading.Thread(target=own._receive_ahead, args=(own._pair,), daemon=True)
+        own._receiving.start()
         return own
+
+    def _receive_ahead(self, pair: Pair) -> None:
+        """Has one piece of a message arrive while another is copied from its room."""
+        try:
+            while (head := super().receive_head()) is not None:
+                self._arrived.put(head)
+                for begin in range(0, head[1], _ROOM_BYTES):
+                    if (room := self._free.get()) is None:
+                        return
+                    pair.receive(room[: head[1] - begin])
+                    self._arrived.put(room)
+            self._arrived.put(None)
+        except Exception as error:  # the thread that copies raises it
+            self._arrived.put(error)
+
+    def _next_arrived(self) -> "_Head | torch.Tensor":
+        arrived = self._arrived.get()
+        if isinstance(arrived, Exception):
+            raise arrived
+        return arrived
 
     def _find_pair(self, place: str) -> None:
         try:
@@ -268,15 +300,16 @@ class NCCLLink(Link):
 
     def receive_data(self, into: torch.Tensor) -> None:
         """Copies from the pair's device."""
-        assert self._pair is not None
-        room = torch.empty(min(len(into), _ROOM_BYTES), dtype=torch.uint8, device=self._pair.device)
         for piece in _rooms(into):
-            self._pair.receive(room[: len(piece)])
+            room = self._next_arrived()
+            assert isinstance(room, torch.Tensor)
             piece.copy_(room[: len(piece)])
+            self._free.put(room)
 
-    def receive_head(self) -> tuple[Part, int, bytes] | None:
+    def receive_head(self) -> "_Head":
         """See `Link`."""
-        head = super().receive_head()
+        head = self._next_arrived()
+        assert not isinstance(head, torch.Tensor)
         self._is_whole = head is None
         return head
 
@@ -288,6 +321,10 @@ class NCCLLink(Link):
 
     def close(self) -> None:
         """Keeps the pair for the next link, unless this one broke."""
+        if self._receiving is not None and not self._is_whole:
+            self.interrupt()
+            self._free.put(None)
+            self._receiving.join()
         super().close()
         pair, self._pair = self._pair, None
         if pair is not None and self._is_whole:

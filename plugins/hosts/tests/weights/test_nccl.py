@@ -4,13 +4,14 @@ import asyncio
 import os
 import re
 import socket
+import threading
 from collections.abc import Generator
 from queue import SimpleQueue
 
 import pytest
 import torch
 
-from ownloop_hosts.weights.links import Link, LinkError
+from ownloop_hosts.weights.links import END, ID_BYTES, Link, LinkAddress, LinkError, Part
 from ownloop_hosts.weights.nccl import NCCLLink
 from ownloop_hosts.weights.receiving_process import ReceivingProcess
 from plugins.hosts.tests.weights.host_pairs import HostPairs, QueuePair
@@ -19,6 +20,7 @@ from plugins.hosts.tests.weights.receiving_hosts import host_entry, host_process
 from rl.lora import LoRAConfig
 from rl.weights.version import UnknownVersionError, VersionRecord, WeightsError
 from tests.stores import FakeStore
+from tests.waiting import join, wait_until
 from trainer.push import WeightPublisher
 
 
@@ -56,6 +58,37 @@ def test_pairs_bring_versions_to_every_host(monkeypatch: pytest.MonkeyPatch, pai
     assert sum(sent) < 0.01 * num_bytes, "connections carry heads only"
     asyncio.run(publisher.close())
     assert all(pair.has_ended for pair in pairs)
+
+
+@pytest.mark.usefixtures("pairs")
+def test_a_message_arrives_while_another_is_copied() -> None:
+    """In two rooms: the third message waits until the first is copied."""
+    messages = [torch.arange(100, dtype=torch.uint8) + n for n in range(3)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def send() -> None:
+            link = NCCLLink.connect(LinkAddress("127.0.0.1", server.getsockname()[1], 5.0), "t" * ID_BYTES)
+            for message in messages:
+                link.send_part(Part(0, ()), message)
+            link.send(END)
+            link.close()
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        link = Link(server.accept()[0], 5.0)
+        link.receive_bytes(ID_BYTES)
+        received = NCCLLink.accept(link)
+    (pair,) = [pair for pair in HostPairs.pairs if pair.rank == 1]
+    assert received.receive_head() is not None
+    wait_until(lambda: pair.num_calls == 2, "two messages to arrive")
+    found = [torch.zeros_like(message) for message in messages]
+    for number, into in enumerate(found):
+        received.receive_data(into)
+        assert (received.receive_head() is None) == (number == 2)
+    received.close()
+    join(sending)
+    assert all(torch.equal(a, b) for a, b in zip(found, messages, strict=True))
+    assert not pair.has_ended, "a link that brought everything keeps its pair"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
