@@ -53,8 +53,6 @@ class TrainerHandle:
     share_prefixes: bool
     pushes: bool
     """Whether there is a generator that can pull."""
-    flops: ModelFlops | None = None
-    """By which batches are balanced over ranks."""
     matrix_rate: float = 0.0
     """Operations a second that one rank's device can do, as `trainer.matrix_rate` measured; 0 if it is not known."""
     max_lora_rank: int | None = None
@@ -67,6 +65,8 @@ class TrainerHandle:
     """The GPUs that a colocated trainer shares with a generator."""
     policy: str | None = None
     """The name of an adapter that exists; None is the model itself."""
+    _flops: ModelFlops | None = field(default=None, init=False)
+    """By which batches are balanced over several ranks."""
     _dropped: bool = field(default=False, init=False)
     _push_bytes_per_s: float | None = field(default=None, init=False)
     _collecting: asyncio.Task[None] | None = field(default=None, init=False)
@@ -75,6 +75,8 @@ class TrainerHandle:
     def __post_init__(self) -> None:
         """Has the mesh tell a rank's own error from those that it caused. A colocated policy has its memory now."""
         self.mesh.is_consequence = _is_consequence
+        if self.config.num_data_parallel_ranks > 1:
+            self._flops = ModelFlops.of(self.config.model, self.config.head, frozen=self.config.is_frozen)
         if self.gpus is not None:
             self.gpus.join("train", self)
 
@@ -122,7 +124,6 @@ class TrainerHandle:
             limits=limits,
             version_records=version_records or VersionRecords(),
             share_prefixes=share_prefixes,
-            flops=ModelFlops.of(config.model, config.head, frozen=config.is_frozen),
             matrix_rate=rate,
             pushes=generator_dtype is not None,
             max_lora_rank=max_lora_rank,
@@ -336,7 +337,7 @@ class TrainerHandle:
                     num_ranks=self.config.num_data_parallel_ranks,
                     max_tokens_per_microbatch=self.config.max_tokens_per_microbatch,
                     share_prefixes=self.share_prefixes,
-                    flops=self.flops,
+                    flops=self._flops,
                 )
             )
             local_batches = plans[0].split([plain_datum(datum) for datum in ready])
