@@ -21,10 +21,12 @@ from typing import Any, TypeVar, cast
 # Monarch reads these variables once, when it is imported, so they are set before the import.
 # A dead process is noticed after 2 s in place of 10. Monarch keeps some memory each time it looks.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "2s")
-# On an overloaded host the controller may not run for a while; its meshes must not take it for dead then. If it really
-# dies, they end at once; these timeouts do not matter then.
+# On an overloaded or paused host a process may not run for a while, and is not dead. Of a real death Monarch learns at
+# once, and a process that hangs meets the deadline of a call, so that these timeouts, 30 s and more, are not needed.
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT", "10m")
 os.environ.setdefault("HYPERACTOR_MESH_ORPHAN_TIMEOUT", "10m")
+os.environ.setdefault("HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE", "10m")
+os.environ.setdefault("HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT", "10m")
 os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", str(1 << 34))  # let a message carry a whole state dict
 
 import monarch._src.actor.actor_mesh as actor_mesh

@@ -330,6 +330,21 @@ def test_a_stopped_rank_is_found_whatever_the_deadline(tmp_path: Path) -> None:
     _with_mesh(tmp_path, body, num_ranks=2, deadlines=Deadlines(stopped_s=3))
 
 
+@pytest.mark.slow
+def test_a_process_that_does_not_run_for_a_while_is_not_dead(tmp_path: Path) -> None:
+    """Monarch's own limit is 30 s."""
+
+    async def body(mesh: Mesh) -> None:
+        await mesh.call("add", [(1,)])
+        os.kill(mesh.pids[0], signal.SIGSTOP)
+        call = asyncio.create_task(mesh.call("add", [(1,)]))
+        await asyncio.sleep(40)
+        os.kill(mesh.pids[0], signal.SIGCONT)
+        assert await call == [6]
+
+    _with_mesh(tmp_path, body, deadlines=Deadlines(stopped_s=300))
+
+
 def test_one_ranks_failure_ends_the_call_and_the_cause_wins(tmp_path: Path) -> None:
     async def lone_failure(mesh: Mesh) -> None:
         assert await mesh.call("reduce", [((), False)] * 2) == [1.0, 1.0]
