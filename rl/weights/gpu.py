@@ -36,6 +36,7 @@ from rl.weights.version import (
     VersionRecord,
     WeightsError,
     buffer_size,
+    leaves_room,
     raise_on_every_rank,
 )
 
@@ -60,13 +61,15 @@ class CUDASharing:
         return "" if computes else "this process computes without CUDA"
 
     def why_not_by_default(self, num_bytes: int) -> str:
-        """Why `auto` should not take `num_bytes` of this GPU's memory; empty if it may.
-
-        It may take a tenth, since training has not taken its memory before the first push.
-        """
-        limit = torch.cuda.get_device_properties(self._device).total_memory // 10
-        if num_bytes > limit:
-            return f"two versions take {num_bytes / 1e9:.1f} GB of a GPU, more than a tenth of its memory"
+        """Why `auto` should not take `num_bytes` of this GPU's memory; empty if it may. See `leaves_room`."""
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        allocated = torch.cuda.memory_allocated(self._device)
+        if not leaves_room(num_bytes, allocated=allocated, free=free, total=total):
+            return (
+                f"two versions take {num_bytes / 1e9:.1f} GB of a GPU, which leaves training less than it needs of "
+                f"the {free / 1e9:.1f} GB that are free"
+            )
         return unreachable_gpus() or self._why_not_opened()
 
     def allocate(self, begin: int, num_bytes: int) -> tuple[torch.Tensor, GPUPart]:

@@ -46,6 +46,15 @@ CANNOT_PUBLISH = "trainer rank {rank} could not publish its weights"
 _CHECKSUM_BYTES = 8
 
 
+def leaves_room(num_bytes: int, *, allocated: int, free: int, total: int) -> bool:
+    """Whether a trainer's GPU has room for its part of two versions, and a tenth of its memory left for activations.
+
+    Before the first step, training has not taken all of its memory: parameters, gradient and two moments in float32 are
+    four times as large as two versions in bfloat16. Of this and the versions, `allocated` bytes are taken already.
+    """
+    return free - max(0, 5 * num_bytes - allocated) >= total // 10
+
+
 class WeightsError(RuntimeError):
     """Weights could not be published or loaded, through no mistake of the caller."""
 

@@ -13,7 +13,7 @@ from generator.config import LORA_RANKS, GeneratorConfig
 from ownloop_plan.gpus import GPU
 from ownloop_plan.sizes import ModelSize, Stage, TensorSize, of_rank
 from rl.lora import LoRAConfig
-from rl.weights.version import LIVING_VERSIONS
+from rl.weights.version import LIVING_VERSIONS, leaves_room
 from trainer.config import TrainerConfig
 
 _BF16, _FLOAT32 = 2, 4
@@ -297,8 +297,9 @@ def version_bytes(model: ModelSize, config: TrainerConfig) -> int:
 def versions_on_gpu(model: ModelSize, trainer: TrainerConfig, transport: str, gpu: GPU, *, one_host: bool) -> int:
     """Bytes of weights on their way on each of a trainer's GPUs: 0 if they go through memory of the host.
 
-    `auto` lets two versions take at most a tenth of a GPU. Adapters always go through the host.
+    Adapters always go through the host.
     """
     size = version_bytes(model, trainer)
-    chosen = transport == "gpu_memory" or (transport == "auto" and size <= gpu.memory_bytes // 10)
+    fits = leaves_room(size, allocated=0, free=gpu.memory_bytes, total=gpu.memory_bytes)
+    chosen = transport == "gpu_memory" or (transport == "auto" and fits)
     return size if one_host and chosen and not trainer.is_frozen else 0

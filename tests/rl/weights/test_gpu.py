@@ -224,14 +224,16 @@ def test_gpu_logic_parts_are_whole_tensors_in_order(num_parts: int) -> None:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """On a host with a GPU of 80,000 bytes, which stands for the CPU."""
+    """On a host with a GPU of 80,000 bytes, of which 70,000 are free. The CPU stands for it."""
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", cuda_driver)
-    properties = SimpleNamespace(uuid="abc", total_memory=80_000)
+    properties = SimpleNamespace(uuid="abc")
     for name, value in {
         "is_available": lambda: True,
         "empty_cache": lambda: None,
         "synchronize": lambda _: None,
         "get_device_properties": lambda _: properties,
+        "mem_get_info": lambda _: (70_000, 80_000),
+        "memory_allocated": lambda _: 10_000,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -284,10 +286,13 @@ def test_gpu_logic_auto_tries_it_in_another_process(driver: Any, monkeypatch: py
         return "forbidden here"
 
     monkeypatch.setattr(gpu, "why_not_opened", opened)
-    assert sharing.why_not_by_default(8000) == "forbidden here"
+    most = (70_000 - 8_000 + 10_000) // 5  # two versions, and four times as much of training, of which some is there
+    assert sharing.why_not_by_default(most) == "forbidden here"
     assert tried == [PATTERN]
     assert driver.open_now["allocated"] == 0
-    assert "more than a tenth of its memory" in sharing.why_not_by_default(8001)
+    assert "of a GPU, which leaves training less than" in sharing.why_not_by_default(most + 1)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 80_000)  # also the moments
+    assert sharing.why_not_by_default(16_000) == "forbidden here"
     driver.refused["cuIpcGetMemHandle"] = "CUDA_ERROR_NOT_SUPPORTED"
-    assert "cannot be shared: CUDA refused: CUDA_ERROR_NOT_SUPPORTED" in sharing.why_not_by_default(8000)
+    assert "cannot be shared: CUDA refused: CUDA_ERROR_NOT_SUPPORTED" in sharing.why_not_by_default(most)
     assert driver.open_now["allocated"] == 0
