@@ -4,7 +4,9 @@ Imports next to nothing before `main` runs: a Ctrl-C while modules are loaded wo
 in `controller.commands.command_line`.
 """
 
+import atexit
 import errno
+import gc
 import os
 import sys
 
@@ -20,6 +22,7 @@ def main(arguments: list[str] | tuple[str, ...] | None = None) -> None:
     """
     if arguments is None:
         sys.unraisablehook = _unraisable
+    atexit.register(gc.freeze)  # an interpreter's last collections walk through all of torch, which takes a second
     try:
         from rl.system.hardware import keep_few_arenas, open_standard_streams
 
