@@ -177,6 +177,24 @@ PARTS = (
         variables=_INTERPRETED,
     ),
     Part(
+        "bitwise",
+        "With numerics 'bitwise', in Triton's interpreter, a row of every operation has equal bits alone and among "
+        "others, in pages and packed; log-probs of the generator's tokens are the trainer's bits, from cuts too.",
+        (*_PYTEST, "-m", "gpu", "plugins/bitwise/tests/test_cuda.py"),
+        gib=2.0,
+        variables=_INTERPRETED,
+        limit_s=1200.0,
+    ),
+    Part(
+        "bitwise_run",
+        "`ownloop run --numerics bitwise` with FSDP 2 and two generators: a mismatch of 0.0 in each of three steps.",
+        ("-m", "tests.gpu_pretended.whole_runs", "bitwise"),
+        gpus=4,
+        gib=1.0,
+        variables=_INTERPRETED,
+        limit_s=1200.0,
+    ),
+    Part(
         "colocated",
         "`ownloop run` trains a mixture on two GPUs, whose memory two ranks under FSDP2 and two generators have in "
         "turns; after every push from GPU to GPU the generators' log-probs are the trainer's.",

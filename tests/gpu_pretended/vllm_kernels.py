@@ -89,7 +89,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, output: Tensor, layer: Any, *_: A
     about, attending, cache = _context(layer)[:3]
     if about is None:  # vLLM measures its memory
         return
-    assert attending.impl.sliding_window == (-1, -1)
+    window = attending.impl.sliding_window[0]
     blocks = on_host(cache).transpose(1, 2)
     starts, lengths = on_host(about.query_start_loc).tolist(), on_host(about.seq_lens).tolist()
     for i, (table, length) in enumerate(zip(on_host(about.block_table), lengths, strict=False)):
@@ -99,6 +99,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, output: Tensor, layer: Any, *_: A
             seen = blocks[table[: -(-length // blocks.shape[1])].long()].flatten(0, 1)[:length].transpose(0, 1)
             keys, values = seen.chunk(2, -1)
             mask, scale = causal(num_queries, length), attending.impl.scale
+            if window >= 0:
+                mask[torch.ones_like(mask, dtype=torch.bool).tril(length - num_queries - window - 1)] = -torch.inf
             output[rows] = attend(q[rows].transpose(0, 1), keys, values, mask, scale)[0].transpose(0, 1)
 
 

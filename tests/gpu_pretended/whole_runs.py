@@ -44,11 +44,8 @@ class Layout:
     """Further fields of the loop."""
     killed: str = ""
     """The log of a process that is killed after the first step."""
-
-    @property
-    def limit(self) -> float:
-        """Of the mean mismatch of log-probs."""
-        return MIXTURE_LIMIT if self.mixture and "routes" not in self.loop else LIMIT
+    limit: float = LIMIT
+    """Of the mean mismatch of log-probs."""
 
 
 LAYOUTS: Mapping[str, Layout] = {
@@ -63,12 +60,19 @@ LAYOUTS: Mapping[str, Layout] = {
         trainer={"data_parallel_replicate": 2, "data_parallel_shard": 2, "expert_parallel": 2},
         generator={"tensor_parallel": 2},
         mixture=True,
+        limit=MIXTURE_LIMIT,
     ),
     "fsdp2xtp2_2xtp2": Layout(
         trainer={"data_parallel_shard": 2, "tensor_parallel": 2}, generator={"tensor_parallel": 2, "num_replicas": 2}
     ),
     "pp2xfsdp2": Layout(trainer={"pipeline_parallel": 2, "data_parallel_shard": 2}, generator={}),
     "fsdp8": Layout(trainer={"data_parallel_shard": 8}, generator={}),
+    "bitwise": Layout(
+        trainer={"data_parallel_shard": 2},
+        generator={"num_replicas": 2},
+        loop={"numerics": "bitwise", "num_steps": 3},
+        limit=0.0,
+    ),
     "restart": Layout(
         trainer={"data_parallel_shard": 2},
         generator={},

@@ -1,6 +1,6 @@
 """All engines as parameters of tests; those whose package is not installed here are skipped.
 
-`megatron_fsdp` needs CUDA and has tests of its own, in the plug-in `megatron`. `bitwise` refuses it.
+`megatron_fsdp` needs CUDA and has tests of its own, in the plug-in `megatron`. On GPUs `bitwise` has them too.
 """
 
 from collections.abc import Sequence

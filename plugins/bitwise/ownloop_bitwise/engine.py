@@ -3,6 +3,7 @@
 import socket
 from pathlib import Path
 
+import torch
 import torch.distributed
 
 from ownloop_bitwise.library import bfloat16_path, check_one_path, kernels
@@ -13,17 +14,26 @@ from trainer.config import TrainerConfig
 from trainer.engines.titan.engine import TitanEngine
 
 
+def _path(device: torch.device, dtype: str) -> str:
+    """What all processes of a run must have in common; "" if nothing."""
+    if device.type != "cpu":
+        from ownloop_bitwise.cuda import prepare  # imports vLLM
+
+        return prepare()
+    kernels()
+    return bfloat16_path() if dtype == "bfloat16" else ""
+
+
 class BitwiseEngine(TitanEngine):
     """One rank of a torchtitan model that computes by the kernels."""
 
     def __init__(self, config: TrainerConfig) -> None:
-        """As `TitanEngine`. Compiles the kernels, if no process of this host has done so."""
-        kernels()
+        """As `TitanEngine`. On a CPU it compiles the kernels, if no process of this host has done so."""
         super().__init__(config)
         for layer in packing_layers(self._model):
             layer.keeps_packed = config.num_ranks == 1
-        if config.compute_dtype == "bfloat16":
-            self.arithmetic = f"{bfloat16_path()} in the trainer on {socket.gethostname()}"
+        if path := _path(self._device, config.compute_dtype):
+            self.arithmetic = f"{path} in the trainer on {socket.gethostname()}"
             if config.num_ranks > 1:
                 self._check_ranks()
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ownloop_bitwise.shape import as_llama, check_host, shape_of
+from ownloop_bitwise.shape import as_llama, check_host, refused_on_gpus, shape_of
 from rl.system.hardware import sees_gpu
 from trainer.config import TrainerConfig
 from trainer.engine_table import EngineEntry
@@ -29,7 +29,9 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
                 f"TrainerConfig.{name} is {found!r}; with numerics 'bitwise' it must be {accepted!r}: {reason}"
             )
     shape_of(hf_config)
-    check_host(sees_gpu())
+    check_host(has_gpu := sees_gpu())
+    if has_gpu and config.lora is not None:
+        raise refused_on_gpus("TrainerConfig.lora", config.lora, "train all weights")
     return layout_check.check_layout(config, as_llama(hf_config))
 
 

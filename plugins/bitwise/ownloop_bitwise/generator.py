@@ -1,4 +1,4 @@
-"""Has one vLLM engine on the CPU compute by the kernels. Written against vLLM 0.32.
+"""Has one vLLM engine compute by the kernels. Written against vLLM 0.32. `generator_gpu.py` has what differs on GPUs.
 
 Everything is set on the engine's own objects, so that other engines of the process compute as before: the products of
 its layers, norms, activations, rotations, attention with its cache of keys and values, and the sampler's log-softmax,
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
@@ -23,6 +24,7 @@ from generator.cpu.weight_packing import multiply_by
 from ownloop_bitwise import ops, sampling
 from ownloop_bitwise.adapters import BitwiseAdapters
 from ownloop_bitwise.draws import draw_by_position
+from ownloop_bitwise.operands import rope_table
 from ownloop_bitwise.shape import BitwiseDecoder, inverse_frequencies
 
 _PLAN = "ownloop_sequences"
@@ -35,13 +37,19 @@ def compute_bitwise(engine: LLMEngine, shape: BitwiseDecoder) -> None:
     runner = getattr(worker, "worker", worker).model_runner
     settings = engine.model_config
     num_positions = max(settings.max_model_len, shape.max_seq_len)
+    on_cpu = runner.device.type == "cpu"
     with set_current_vllm_config(engine.vllm_config):
         for name, layer in list(runner.model.named_modules()):
-            _change(name, layer, shape, num_positions)
-        if shape.family == "gemma2":
+            _change(name, layer, shape, num_positions, runner.device)
+        if shape.family == "gemma2" and on_cpu:
             _add_head(runner.model, runner.model.model.embed_tokens)
     if shape.logit_cap is not None:
         _cap_logits(runner.model, shape.logit_cap)
+    if not on_cpu:
+        from ownloop_bitwise.generator_gpu import change_sampler
+
+        change_sampler(runner.sampler)
+        return
     if engine.vllm_config.lora_config is not None:
         BitwiseAdapters(runner.lora_manager._adapter_manager)
     sampler = runner.sampler
@@ -52,7 +60,7 @@ def compute_bitwise(engine: LLMEngine, shape: BitwiseDecoder) -> None:
     draw_by_position(runner)
 
 
-def _change(name: str, layer: Any, shape: BitwiseDecoder, num_positions: int) -> None:
+def _change(name: str, layer: Any, shape: BitwiseDecoder, num_positions: int, device: torch.device) -> None:
     """Has one layer of the model compute by the kernels."""
     if type(layer) is RMSNorm:
         setattr(layer, _FORWARD, partial(_norm, layer, 0.0))
@@ -64,12 +72,15 @@ def _change(name: str, layer: Any, shape: BitwiseDecoder, num_positions: int) ->
         setattr(layer, _FORWARD, partial(_gate_and_mul, gelu=True))
     elif isinstance(layer, Attention):
         number = extract_layer_index(name)
-        _change_attention(name, layer, shape.windows[number] if shape.windows else 0, shape)
+        change: Any = _change_attention
+        if device.type != "cpu":
+            from ownloop_bitwise.generator_gpu import change_attention as change
+        change(name, layer, shape.windows[number] if shape.windows else 0, shape.attention_cap)
     elif isinstance(rotary := getattr(layer, "rotary_emb", None), RotaryEmbedding):
-        table = ops.rope_table(inverse_frequencies(shape, extract_layer_index(name)), num_positions)
+        table = rope_table(inverse_frequencies(shape, extract_layer_index(name)), num_positions, device)
         # Engines of a process share vLLM's.
         layer.rotary_emb = _Rotary(rotary, table, shape.row.rotates == "neighbours")
-    elif isinstance(getattr(layer, "weight", None), Tensor):
+    elif device.type == "cpu" and isinstance(getattr(layer, "weight", None), Tensor):
         multiply_by(layer, _packing)
 
 
@@ -115,18 +126,18 @@ class _Rotary(nn.Module):
         return ops.rotate(heads, self._table, positions, neighbours=self._neighbours).view(x.shape)
 
 
-def _change_attention(name: str, layer: Any, window: int, shape: BitwiseDecoder) -> None:
+def _change_attention(name: str, layer: Any, window: int, cap: float) -> None:
     implementation = layer.impl
     known = isinstance(implementation, CPUAttentionBackendImpl)
     if (
         not known
         or implementation.sliding_window != (window or -1)
-        or implementation.logits_soft_cap != shape.attention_cap
+        or implementation.logits_soft_cap != cap
         or implementation.sinks is not None
     ):
         raise ValueError(f"numerics is 'bitwise', which has no kernel for the attention of {name}")
     implementation.do_kv_cache_update = _write_cache
-    implementation.forward = partial(_attend, implementation, window, shape.attention_cap)
+    implementation.forward = partial(_attend, implementation, window, cap)
 
 
 class _Head(nn.Module):

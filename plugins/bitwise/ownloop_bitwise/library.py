@@ -76,6 +76,11 @@ def check_one_path(places: Mapping[str, str]) -> None:
     """Raises ValueError unless all processes of a run have one path. `places` are the paths by role and host."""
     if len({*places.values()}) > 1:
         found = " and ".join(f"by {path} in {place}" for place, path in places.items())
+        if any(path.startswith("compute capability") for path in places.values()):
+            raise ValueError(
+                f"numerics is 'bitwise', and products are computed {found}, whose bits differ; give trainer and "
+                "generator GPUs of one kind"
+            )
         raise ValueError(
             f"numerics is 'bitwise', and bfloat16 is multiplied {found}, whose bits differ; set "
             f"{_CAP}={_CAPS_BELOW_BFLOAT16[0]} in the environment of all hosts, or take dtype 'float32'"

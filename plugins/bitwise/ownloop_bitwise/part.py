@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from generator.engine_part import EnginePart
 from ownloop_bitwise.library import bfloat16_path, check_one_path
-from ownloop_bitwise.shape import DTYPES, check_host, read_shape
+from ownloop_bitwise.shape import DTYPES, check_host, read_shape, refused_on_gpus
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -42,6 +42,34 @@ class BitwiseGenerator(EnginePart):
             )
         read_shape(self.config.model)
         check_host(self.has_gpu)
+        if self.has_gpu:
+            self._check_gpu()
+
+    def _check_gpu(self) -> None:
+        if self.config.lora is not None:
+            raise refused_on_gpus("GeneratorConfig.lora", self.config.lora, "train all weights")
+        if self.config.speculation is not None:
+            raise refused_on_gpus("GeneratorConfig.speculation", self.config.speculation, "sample without drafts")
+        if not self.config.engine_args.get("enforce_eager", True):
+            raise ValueError(
+                "GeneratorConfig.engine_args['enforce_eager'] is False; with numerics 'bitwise' it must be True: a "
+                "compiler computes in another order"
+            )
+
+    def env(self) -> Mapping[str, str]:
+        """See `EnginePart`."""
+        return {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"} if self.has_gpu else {}
+
+    def engine_args(self) -> Mapping[str, Any]:
+        """See `EnginePart`."""
+        return {"attention_backend": "TRITON_ATTN", "enforce_eager": True} if self.has_gpu else {}
+
+    def before_build(self) -> None:
+        """See `EnginePart`."""
+        if self.has_gpu:
+            from ownloop_bitwise.cuda import prepare  # imports vLLM
+
+            prepare()
 
     def after_build(self, engine: "LLMEngine") -> None:
         """Replaces what the engine computes with."""
@@ -50,10 +78,16 @@ class BitwiseGenerator(EnginePart):
         compute_bitwise(engine, read_shape(self.config.model))
 
     def check_version(self, record: "VersionRecord") -> None:
-        """Raises ValueError for a trainer that multiplies bfloat16 by another path than this process."""
+        """Raises ValueError for a trainer that multiplies by another path than this process."""
         path, _, where = record.arithmetic.partition(" in ")
-        if path:
-            check_one_path({where: path, f"the generator on {socket.gethostname()}": bfloat16_path()})
+        if not path and not self.has_gpu:
+            return
+        ours = bfloat16_path()
+        if self.has_gpu:
+            from ownloop_bitwise.cuda import prepare
+
+            ours = prepare()
+        check_one_path({where or "the trainer": path or "a CPU", f"the generator on {socket.gethostname()}": ours})
 
     @staticmethod
     def schedule(config: Any) -> "Schedule":

@@ -53,14 +53,18 @@ class BitwiseDecoder(DecoderConfig):
 
 
 def check_host(has_gpu: bool) -> None:
-    """Raises ValueError for a host that cannot compute so."""
-    if has_gpu:
-        raise ValueError(
-            "numerics is 'bitwise', which computes on CPUs, and this host has a GPU; leave numerics out, or hide the "
-            "GPU with CUDA_VISIBLE_DEVICES=''"
-        )
-    instruction_set()
-    find_compiler()
+    """Raises ValueError for a host whose CPU is to compute so, and cannot."""
+    if not has_gpu:
+        instruction_set()
+        find_compiler()
+
+
+def refused_on_gpus(field: str, value: object, instead: str) -> ValueError:
+    """The error of what is written for CPUs only."""
+    return ValueError(
+        f"{field} is {value!r}; on GPUs, numerics 'bitwise' takes none: {instead}, or hide the GPU with "
+        "CUDA_VISIBLE_DEVICES=''"
+    )
 
 
 def as_llama(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:

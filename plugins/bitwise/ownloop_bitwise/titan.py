@@ -19,12 +19,12 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from ownloop_bitwise import autograd, ops
+from ownloop_bitwise.operands import Rows, rope_table
 from ownloop_bitwise.packed import Packs
 from ownloop_bitwise.shape import BitwiseDecoder, inverse_frequencies
 from rl.data.packing import Document
 from rl.types import Head
 from trainer.engines.pytorch.distribution import ChunkTokens, Distribution
-from trainer.engines.pytorch.document_attention import RowPart, document_attention
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy
 from trainer.engines.pytorch.low_rank import Adaptable
 from trainer.engines.titan.model import specs
@@ -100,7 +100,8 @@ class BitwiseRoPE(HFRoPE):
         """[1, L, heads, D] each, at positions [1, L]."""
         assert positions is not None
         config: Any = self.config
-        table, where = ops.rope_table(config.frequencies, config.max_seq_len), positions.reshape(-1)
+        table = rope_table(config.frequencies, config.max_seq_len, query.device)
+        where = positions.reshape(-1)
         pairs = {"neighbours": config.neighbours}
         return autograd.rotate(query, table, where, **pairs), autograd.rotate(key, table, where, **pairs)
 
@@ -110,17 +111,18 @@ class RowPlan:
     """How a row's attention is computed."""
 
     sequences: ops.Sequences
-    ordinary: Sequence[RowPart]
-    """The plan of the tiles, which compute the backward pass."""
+    ordinary: Any
+    """The plan of the ordinary attention, which computes the backward pass."""
 
 
 class BitwiseAttention(DocumentAttention):
-    """Attention by the kernel, with the gradient of `DocumentAttention` where there is neither a window nor a cap."""
+    """Attention by the kernel, with the gradient of the ordinary one where there is neither a window nor a cap."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(DocumentAttention.Config):
         """`window` and `cap` as in `ops.attend`; `scale` goes before the layer's own."""
 
+        ordinary: Module.Config
         window: int = 0
         cap: float = 0.0
         scale: float | None = None
@@ -129,6 +131,7 @@ class BitwiseAttention(DocumentAttention):
         """Notes the options."""
         super().__init__(config)
         self._window, self._cap, self._scale = config.window, config.cap, config.scale
+        self.ordinary = config.ordinary.build()
 
     @torch.compiler.disable
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides its type
@@ -139,7 +142,7 @@ class BitwiseAttention(DocumentAttention):
         *,
         attention_masks: RowPlan,
         scale: float | None = None,
-        **_: Any,
+        **options: Any,
     ) -> Tensor:
         """[1, L, heads, head_dim] each; `attention_masks` is the row's plan."""
         plan, window, cap = attention_masks, self._window, self._cap
@@ -148,7 +151,7 @@ class BitwiseAttention(DocumentAttention):
         def ordinary(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if window or cap:
                 return masked_attention(q, k, v, plan.sequences, factor, window, cap)
-            return document_attention(q, k, v, plan.ordinary, scale=factor)
+            return self.ordinary(q, k, v, attention_masks=plan.ordinary, scale=factor, **options)
 
         return autograd.attend(q_BLNH, k_BLNH, v_BLNH, plan.sequences, factor, window, cap, ordinary)
 
@@ -161,7 +164,7 @@ def masked_attention(
     ends = zip(sequences.query_starts.tolist(), sequences.key_starts.tolist(), strict=True)
     for (first, first_key), (stop, stop_key) in pairwise(ends):
         rows, keys = sequences.query_rows[first:stop], sequences.key_rows[first_key:stop_key]
-        seen, places = sequences.seen[first:stop, None], torch.arange(len(keys))
+        seen, places = sequences.seen[first:stop, None], torch.arange(len(keys), device=q.device)
         mask = (places < seen) & (places >= seen - window) if window else places < seen
         queries = q[0, rows].float().unflatten(1, (k.shape[2], -1))
         scores = torch.einsum("qgrd,kgd->grqk", queries, k[0, keys].float()) * scale
@@ -174,7 +177,7 @@ def masked_attention(
 
 def sequences_of(documents: Sequence[Document]) -> ops.Sequences:
     """A sequence for each prefix and each suffix of a row: its keys are what its last token sees, by position."""
-    queries, seen, keys, start = list[ops.Rows](), list[ops.Rows](), list[ops.Rows](), 0
+    queries, seen, keys, start = list[Rows](), list[Rows](), list[Rows](), 0
     for document in documents:
         segments = document.segments()
         for first, stop, _ in segments:
@@ -247,7 +250,8 @@ class BitwisePolicy(DensePolicy):
 
     def plan(self, positions: Tensor, documents: Sequence[Document], compute_dtype: torch.dtype) -> RowPlan:
         """As `Policy.plan`."""
-        return RowPlan(sequences_of(documents), super().plan(positions, documents, compute_dtype))
+        ordinary = super().plan(positions, documents, compute_dtype)
+        return RowPlan(sequences_of(documents).to(positions.device), ordinary)
 
 
 class ScaledEmbedding(Embedding):
@@ -300,12 +304,11 @@ _GEMMA_NAMES = {
 
 def build_spec(shape: BitwiseDecoder, head: Head, inner_attention: Module.Config) -> ModelSpec:
     """As `specs.build_spec`, with the layers of this module."""
-    del inner_attention
-    spec = specs.build_spec(shape, head, BitwiseAttention.Config())
+    spec = specs.build_spec(shape, head, inner_attention)
     model: Any = spec.model
     for layer, window in zip(model.layers, shape.windows or (0,) * shape.num_layers, strict=True):
         layer.attention.inner_attention = BitwiseAttention.Config(
-            window=window, cap=shape.attention_cap, scale=shape.attention_scale
+            ordinary=inner_attention, window=window, cap=shape.attention_cap, scale=shape.attention_scale
         )
     more: dict[str, Any] = {}
     if shape.is_gemma:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ownloop_bitwise import library, ops
+from ownloop_bitwise import cpu, library, operands, ops
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = ((1, 1), (48, 32), (100, 100), (33, 577), (257, 1537), (960, 576))
@@ -105,7 +105,7 @@ def _row_functions(dtype: torch.dtype) -> dict[str, tuple[Callable[[slice], Tens
     x, up = torch.randn(130, 100).to(dtype) * 4, torch.randn(130, 100).to(dtype)
     w, table = (
         torch.randn(100).to(dtype),
-        ops.rope_table(tuple(float(f) for f in 10000 ** -(torch.arange(25) / 25)), 200),
+        operands.rope_table(tuple(float(f) for f in 10000 ** -(torch.arange(25) / 25)), 200),
     )
     positions, heads = torch.randperm(200)[:130], x.view(130, 2, 50)
     logits = torch.randn(130, 1003).to(dtype) * 5
@@ -177,7 +177,8 @@ def test_the_log_of_a_sum_counts_the_elements_between_start_and_end_alone() -> N
 
 
 def _everything(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    monkeypatch.setattr(ops, "kernels", lambda: loaded)
+    for module in (cpu, operands):
+        monkeypatch.setattr(module, "kernels", lambda: loaded)
     torch.manual_seed(1)
     found: dict[str, bytes] = {}
     for dtype in DTYPES:

@@ -9,9 +9,12 @@ import pytest
 
 from controller.launching.launcher import Launcher
 from controller.loops.grpo import GRPOConfig
-from generator.config import GeneratorConfig
-from generator.options import check_hardware
+from generator.config import GeneratorConfig, LoRALimits, Speculation
+from generator.options import check_hardware, generator_env
+from ownloop_bitwise import entry
+from ownloop_bitwise.library import check_one_path
 from ownloop_bitwise.part import BitwiseGenerator
+from rl.lora import LoRAConfig
 from rl.tiny_models import SERVABLE, tiny_dense, tiny_qwen3_moe
 from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
@@ -62,9 +65,38 @@ def test_a_generator_of_what_has_no_kernels_is_refused(options: dict[str, Any], 
         check_hardware(replace(GENERATOR, model=model, **options), has_gpu=False)
 
 
-def test_a_gpu_is_refused(model: Path) -> None:
-    with pytest.raises(ValueError, match="this host has a GPU"):
-        BitwiseGenerator(replace(GENERATOR, model=model), has_gpu=True).check()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel": 2},
+        {"lora": LoRALimits(max_rank=8)},
+        {"speculation": Speculation(source="history")},
+        {"engine_args": {"enforce_eager": False}},
+        {"engine_args": {"attention_backend": "FLASH_ATTN"}},
+    ],
+    ids=str,
+)
+def test_on_a_gpu_a_generator_of_what_has_no_kernels_is_refused(options: dict[str, Any], model: Path) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"GeneratorConfig\.{name}.*'bitwise'"):
+        BitwiseGenerator(replace(GENERATOR, model=model, **options), has_gpu=True).check()
+
+
+def test_on_a_gpu_vllm_computes_batch_invariantly_and_a_trainer_takes_no_adapter(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    BitwiseGenerator(replace(GENERATOR, model=model), has_gpu=True).check()
+    assert generator_env(replace(GENERATOR, model=model), has_gpu=True)["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in generator_env(replace(GENERATOR, model=model), has_gpu=False)
+    monkeypatch.setattr(entry, "sees_gpu", lambda: True)
+    check_model(replace(TRAINER, model=model))
+    with pytest.raises(ValueError, match=r"TrainerConfig\.lora.*'bitwise'"):
+        check_model(replace(TRAINER, model=model, lora=LoRAConfig(rank=4)))
+
+
+def test_gpus_of_two_kinds_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"capability 8\.0 in the trainer on a and .*9\.0.* GPUs of one kind"):
+        check_one_path({"the trainer on a": "compute capability 8.0", "the generator": "compute capability 9.0"})
 
 
 def test_models_with_other_layers_are_refused_on_either_side(tmp_path: Path) -> None:

@@ -37,6 +37,22 @@ def _plain_experts(triton_moe: Any) -> None:
     triton_moe.TritonExperts.apply = experts
 
 
+def _dot_by_element(interpreter: Any) -> None:
+    """As a tensor core does, and BLAS does not, an element follows from its row and its column alone."""
+    import numpy as np
+
+    def wide(handle: Any) -> Any:
+        if handle.dtype.scalar == interpreter.tl.bfloat16:
+            return (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return handle.data.astype(np.float32)
+
+    def create_dot(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:
+        found = total.data + np.einsum("...ik,...kj->...ij", wide(a), wide(b))
+        return interpreter.TensorHandle(found, total.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
 def _measure_little(matrix_rate: Any) -> None:
     """The rate of a pretended GPU is of no use, and takes half a minute."""
     matrix_rate._SIZES["cuda"] = 64
@@ -49,6 +65,7 @@ def _have_a_driver(host_agent: Any) -> None:
 
 if os.environ.get("PRETENDED_GPU"):
     AfterImport("torch", _compute)
+    AfterImport("triton.runtime.interpreter", _dot_by_element)
     AfterImport("trainer.matrix_rate", _measure_little)
     AfterImport("ownloop_hosts.host_agent", _have_a_driver)
     AfterImport("vllm.v1.sample.ops.topk_topp_sampler", _cut_without_triton)
