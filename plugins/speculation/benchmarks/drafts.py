@@ -3,7 +3,8 @@
     python -m plugins.speculation.benchmarks.drafts [--quick | --smoke] [--passes N] [--dtype D]
 
 Two engines answer four grade-school problems, pass by pass in turn. The history of each pass is that of a first epoch,
-eight answers to every problem, so that a pass is the second epoch of a run. Ratios are of sampled tokens per second and
+eight answers to every problem, so that a pass is of the second epoch of a run: twice as many answers to every problem
+as requests run, at most 16, so that hardly any step runs fewer. Ratios are of sampled tokens per second and
 per CPU second, with drafts over without: the sum of all passes. A pass of the greedy case answers what the first
 epoch has answered greedily, as an evaluation of the same problems does.
 """
@@ -103,11 +104,13 @@ def measure(
             figures |= ratios(name, without, with_drafts)
             rule = drafter_of(drafting).rule
             figures[f"predicted_speed_{name}"] = predicted_speed(with_drafts, kept, rule, running)
-            figures[f"step_rows_{name}"] = rule.step / max(rule.row, 1e-9)
-            figures[f"check_rows_{name}"] = rule.check / max(rule.row, 1e-9)
+            figures |= {f"ms_{cost}_{name}": 1e3 * value for cost, value in rule.costs().items()}
+            measured = figures[f"cpu_speed_{name}"]
+            figures[f"prediction_error_{name}"] = abs(figures[f"predicted_speed_{name}"] / measured - 1)
+            bars.append(Bar(name=f"prediction_error_{name}", value=figures[f"prediction_error_{name}"], limit=0.1))
             if (temperature, running) in BARS:
-                value = figures[f"speed_{name}"]
-                bars.append(Bar(name=f"speed_{name}", value=value, limit=BARS[temperature, running], at_most=False))
+                limit = BARS[temperature, running]
+                bars.append(Bar(name=f"cpu_speed_{name}", value=measured, limit=limit, at_most=False))
     plain.close()
     drafting.close()
     return figures, bars
@@ -162,15 +165,18 @@ async def answer(
 def timed_pass(
     engine: "GenerationEngine", prompts: Sequence[Sequence[int]], sampling: SamplingParams, running: int, tally: Tally
 ) -> None:
-    """Adds one pass over all prompts to a tally: a second or more of work, whatever the number of running requests."""
+    """Adds one pass over all prompts to a tally: five to ten seconds of work, however many requests run."""
     engine.load.take()
     began, cpu_began = time.perf_counter(), time.process_time()
-    found = asyncio.run(answer(engine, prompts, sampling, max(2, running // 2), running))
+    num_answers = min(2 * running, 16)
+    found = asyncio.run(answer(engine, prompts, sampling, num_answers, running))
     tally.seconds += time.perf_counter() - began
     tally.cpu_seconds += time.process_time() - cpu_began
     tally.tokens += sum(len(each.tokens) for each in found)
     tally.metrics.append(engine.load.take())
-    tally.passes.append([Request(tuple(prompts[i % len(prompts)]), each.tokens, 0) for i, each in enumerate(found)])
+    tally.passes.append(
+        [Request(tuple(prompts[i % len(prompts)]), each.tokens, 0, each.logprobs) for i, each in enumerate(found)]
+    )
 
 
 def predicted_speed(tally: Tally, history: "History", costs: "DraftRule", running: int) -> float:
@@ -178,10 +184,11 @@ def predicted_speed(tally: Tally, history: "History", costs: "DraftRule", runnin
     from ownloop_speculation.replay import replay
     from ownloop_speculation.rule import DraftRule
 
-    rule, seconds = DraftRule(), [0.0, 0.0]
-    rule.step, rule.row, rule.check = costs.step, costs.row, costs.check
-    for requests in tally.passes:
-        for place, most in enumerate((0, 8)):
+    curve, seconds = costs.costs(), [0.0, 0.0]
+    check, look = curve.pop("check"), curve.pop("look")
+    for place, most in enumerate((0, 8)):
+        rule = DraftRule.with_costs(list(curve.values()), check, look)
+        for requests in tally.passes:
             known = copy.deepcopy(history)
             seconds[place] += replay(requests, known, rule, running=running, max_draft=most, min_chance=0.2).seconds
     return seconds[0] / seconds[1]

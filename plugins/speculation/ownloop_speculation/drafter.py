@@ -11,7 +11,7 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsPro
 
 from generator.config import Speculation
 from ownloop_speculation.history import History
-from ownloop_speculation.rule import DraftRule
+from ownloop_speculation.rule import DraftRule, propose
 from ownloop_speculation.sampler import ExactSampler
 
 
@@ -26,6 +26,7 @@ class Drafter:
 
     def attach(self, engine: LLMEngine, speculation: Speculation, history: History) -> None:
         """Has the engine sample exactly, and follows its runner. Call it before the first request."""
+        llm: Any = engine
         core: Any = engine.engine_core
         runner: Any = engine.model_executor.driver_worker.model_runner  # pyright: ignore[reportAttributeAccessIssue]
         if runner.model_config.is_hybrid:
@@ -36,7 +37,9 @@ class Drafter:
         self._group = get_tp_group()
         self._can_draft: dict[str, bool] = {}
         self._metrics = dict.fromkeys(("requests", "tokens", "drafted", "accepted", "saved"), 0.0)
-        self._started = self._overhead = self._looked = 0.0
+        self._overhead = self._looked = 0.0
+        self._logprobs: Any = None
+        self._counted: tuple[int, int, int, int] | None = None
         # vLLM leaves min-p and token biases out where there are drafts, and refuses requests that ask for them.
         runner.input_batch.logitsprocs = LogitsProcessors(
             each(engine.vllm_config, runner.device, False) for each in BUILTIN_LOGITS_PROCESSORS
@@ -46,7 +49,9 @@ class Drafter:
         runner.effective_drafter_max_model_len = 1 << 62
         # Requests whose prompts are cached would begin with as many drafts of nothing.
         core.engine_core.scheduler.num_spec_tokens = 0
-        self._execute_model, runner.execute_model = runner.execute_model, self._timed
+        self._execute_model, runner.execute_model = runner.execute_model, self._scheduled_step
+        self._sample, runner._sample = runner._sample, self._sample_and_keep
+        self._step, llm.step = llm.step, self._timed_step
 
     def take_metrics(self) -> dict[str, float]:
         """See `EnginePart.take_metrics`. Empty without a step."""
@@ -58,6 +63,7 @@ class Drafter:
             "engine_accepted_tokens": found["accepted"],
             "engine_tokens_per_step": found["tokens"] / found["requests"],
             "engine_draft_seconds_saved": found["saved"],
+            **{f"engine_seconds_{name}": value for name, value in self.rule.costs().items()},
         }
 
     def propose(
@@ -66,7 +72,9 @@ class Drafter:
         """A draft for each request of the batch, which may be empty. `sampled` are the step's tokens."""
         del slot_mappings
         began = time.thread_time()
-        self._count(sampled, began)
+        drafted = sum(map(len, self._scheduled.scheduled_spec_decode_tokens.values()))
+        self._counted = len(sampled), self._scheduled.total_num_scheduled_tokens, drafted, sum(map(len, sampled))
+        self._count_look()
         self._follow(sampled, num_tokens, token_ids)
         drafts: list[list[int]] = [[] for _ in sampled]
         if self.rule.is_worth_a_look(len(sampled)):
@@ -78,27 +86,41 @@ class Drafter:
         self._overhead = time.thread_time() - began
         return drafts
 
-    def _timed(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:
-        self._started = time.thread_time()
+    def _scheduled_step(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:
         self._scheduled = scheduler_output
         return self._execute_model(scheduler_output, *args, **options)
 
-    def _count(self, sampled: Sequence[Sequence[int]], now: float) -> None:
-        """Learns from a step what it cost and saved."""
-        drafted = sum(map(len, self._scheduled.scheduled_spec_decode_tokens.values()))
-        running, rows = len(sampled), self._scheduled.total_num_scheduled_tokens
-        num_tokens = sum(map(len, sampled))
-        if rows == running + drafted:  # no prompts
-            self.rule.observe_step(rows, now - self._started, checks=drafted > 0)
-        accepted = num_tokens - running
-        saved = self.rule.gain(running, accepted, drafted) if drafted else 0.0
+    def _sample_and_keep(self, *args: Any, **options: Any) -> Any:
+        output = self._sample(*args, **options)
+        found = output.logprobs_tensors
+        shape = output.sampled_token_ids.shape
+        self._logprobs = None if found is None else found.logprobs[:, 0].view(shape).tolist()
+        return output
+
+    def _timed_step(self) -> Any:
+        began = time.thread_time()
+        outputs = self._step()
+        if self._counted is not None:
+            running, rows, drafted, num_tokens = self._counted
+            if rows == running + drafted:  # no prompts
+                seconds = time.thread_time() - began - self._overhead
+                self.rule.observe_step(rows, seconds, checks=drafted > 0)
+            saved = self.rule.gain(running, num_tokens - running, drafted) if drafted else 0.0
+            values = (running, num_tokens, drafted, num_tokens - running, saved - self._overhead)
+            counts = self._metrics  # which another thread may take
+            for name, value in zip(counts, values, strict=True):
+                counts[name] += value
+            self._counted, self._overhead = None, 0.0
+        return outputs
+
+    def _count_look(self) -> None:
+        """Learns what the last look took and saved, now that its drafts were checked."""
+        assert self._counted is not None
+        running, _, drafted, num_tokens = self._counted
         if self._looked:
+            saved = self.rule.gain(running, num_tokens - running, drafted) if drafted else 0.0
             self.rule.observe_look(running, saved, self._looked)
-        values = (running, num_tokens, drafted, accepted, saved - self._overhead)
-        counts = self._metrics  # which another thread may take
-        for name, value in zip(counts, values, strict=True):
-            counts[name] += value
-        self._looked = self._overhead = 0.0
+        self._looked = 0.0
 
     def _follow(self, sampled: Sequence[Sequence[int]], num_tokens: Any, token_ids: Any) -> None:
         """Tells the history what was sampled."""
@@ -108,27 +130,22 @@ class Drafter:
             history.end(request)
             self._can_draft.pop(request, None)
         for row, (request, new) in enumerate(zip(batch.req_ids, sampled, strict=True)):
+            logprobs = None if self._logprobs is None else self._logprobs[row][: len(new)]
             if request in self._can_draft:
-                history.extend(request, new, version)
+                history.extend(request, new, version, logprobs)
                 continue
             num_prompt = int(batch.num_prompt_tokens[row])
             history.begin(request, token_ids[row, :num_prompt])
-            history.extend(request, token_ids[row, num_prompt : int(num_tokens[row])].tolist(), version)
+            sampled_before = token_ids[row, num_prompt : int(num_tokens[row]) - len(new)].tolist()
+            history.extend(request, sampled_before, version)
+            history.extend(request, new, version, logprobs)
             self._can_draft[request] = _can_draft(self._runner.requests[request].sampling_params)
 
     def _drafts(self, num_tokens: Any) -> list[list[int]]:
-        batch, running = self._runner.input_batch, len(self._runner.input_batch.req_ids)
-        least = max(self._speculation.min_chance, self.rule.least_chance(running))
-        drafts: list[list[int]] = []
-        expected, room = 0.0, self._runner.max_num_tokens - running
-        for row, request in enumerate(batch.req_ids):
-            most = min(self._most(request, int(num_tokens[row])), room) if least < 1 else 0
-            draft = self.history.draft(request, most, least)
-            expected += sum(draft.chances)
-            room -= len(draft.tokens)
-            drafts.append(draft.tokens)
-        num_drafted = sum(map(len, drafts))
-        return drafts if self.rule.gain(running, expected, num_drafted) > 0 else [[] for _ in drafts]
+        requests = self._runner.input_batch.req_ids
+        longest = {request: self._most(request, int(num_tokens[row])) for row, request in enumerate(requests)}
+        room = self._runner.max_num_tokens - len(requests)
+        return propose(self.history, self.rule, longest, self._speculation.min_chance, room)
 
     def _most(self, request: str, size: int) -> int:
         """The most tokens that a draft can have, of which vLLM samples one more."""

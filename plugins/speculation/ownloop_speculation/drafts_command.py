@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
@@ -18,7 +19,7 @@ class Drafts(OfRuns):
     """Says what drafts (`--generator.speculation.source`) would have brought to a run, from its recorded rollouts.
 
     Runs no model: a draft is accepted exactly where it is what was sampled. Speed is that of decoding alone, without
-    prompts, by what a step costs; `--step-rows` is this cost, in rows.
+    prompts, by what a step costs: what the run measured, if it had drafts itself, or `--step-rows`.
     """
 
     recorded: Annotated[str, Positional, arg(metavar="RUN")]
@@ -31,9 +32,10 @@ class Drafts(OfRuns):
     """Tokens of the longest draft."""
     min_chance: float = 0.2
     """The least estimated chance at which a token is drafted."""
-    step_rows: float = 16.0
-    """What a step costs that samples nothing, as a multiple of what each further token of it costs. On CPUs it was
-    between 16 and 46 for SmolLM2-135M, and it is more for larger models and on GPUs."""
+    step_rows: float | None = None
+    """What a step costs that samples nothing, as a multiple of what each further token of it costs, in place of what
+    the run measured. A run without drafts has measured nothing, and 16 is taken. For SmolLM2-135M on CPUs it was
+    between 16 and 46, and it is more for larger models and on GPUs."""
 
     def run(self) -> int:
         """Prints a line for each number of running requests."""
@@ -41,16 +43,15 @@ class Drafts(OfRuns):
         from ownloop_speculation.replay import replay
         from ownloop_speculation.rule import DraftRule
 
-        requests = list(self._requests())
+        run = find_run(self.recorded, self.runs)
+        requests, costs = list(_requests(run)), self._costs(run)
         print(f"{'running':>7}  {'drafts right':>12}  {'tokens per request and step':>27}  {'speed':>5}")
         for running in self.running:
-            rule = DraftRule()
-            rule.step, rule.row = self.step_rows, 1.0
             found, without = (
                 replay(
                     requests,
                     History(max_tokens=1 << 24, own_only=self.source == "ngram"),
-                    rule,
+                    DraftRule.with_costs(*costs),
                     running=running,
                     max_draft=most,
                     min_chance=self.min_chance,
@@ -61,17 +62,35 @@ class Drafts(OfRuns):
             print(f"{running:>7}  {right:>12.2f}  {found.tokens_per_step:>27.2f}  {speed:>5.2f}")
         return 0
 
-    def _requests(self) -> "Iterator[Request]":
-        """The run's training rollouts in their order. Raises ValueError without any."""
-        from controller.runs.folder import ROLLOUTS, check_run_schema
-        from controller.runs.recording import TRAINING, recorded_files
-        from ownloop_speculation.replay import requests_of
-        from rl.rollouts.columns import read_groups
+    def _costs(self, run: Path) -> tuple[list[float], float, float]:
+        """Those of `DraftRule.with_costs`, and prints where they are from."""
+        from controller.runs.folder import METRICS, read_metrics
 
-        run = find_run(self.recorded, self.runs)
-        check_run_schema(run)
-        files = [file for _, _, file in recorded_files(run / ROLLOUTS, TRAINING)]
-        if not files:
-            raise ValueError(f"{run} has recorded no rollouts")
-        for file in files:
-            yield from requests_of(read_groups(file))
+        if self.step_rows is not None and self.step_rows <= 0:
+            raise ValueError(f"--step-rows is {self.step_rows}; it must be above 0")
+        rows = read_metrics(run / METRICS) if self.step_rows is None else []
+        measured = next((row for row in reversed(rows) if "engine_seconds_rows_1" in row), None)
+        if measured is None:
+            step = self.step_rows or 16.0
+            print(f"A step costs {step:g} rows: {'no drafts ran' if self.step_rows is None else '--step-rows'}")
+            return [step + 1, step + 2], 0.0, 0.0
+        names = (f"engine_seconds_rows_{1 << bend}" for bend in range(32))
+        curve = [measured[name] for name in names if name in measured]
+        found = ", ".join(f"{1 << bend}: {1e3 * seconds:.1f}" for bend, seconds in enumerate(curve))
+        print(f"A step costs, by rows, in milliseconds that the run measured: {found}")
+        return curve, measured["engine_seconds_check"], measured["engine_seconds_look"]
+
+
+def _requests(run: Path) -> "Iterator[Request]":
+    """The run's training rollouts in their order. Raises ValueError without any."""
+    from controller.runs.folder import ROLLOUTS, check_run_schema
+    from controller.runs.recording import TRAINING, recorded_files
+    from ownloop_speculation.replay import requests_of
+    from rl.rollouts.columns import read_groups
+
+    check_run_schema(run)
+    files = [file for _, _, file in recorded_files(run / ROLLOUTS, TRAINING)]
+    if not files:
+        raise ValueError(f"{run} has recorded no rollouts")
+    for file in files:
+        yield from requests_of(read_groups(file))

@@ -4,8 +4,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ownloop_speculation.history import History
-from ownloop_speculation.rule import DraftRule
+from ownloop_speculation.rule import DraftRule, propose
 from rl.types import Group
+
+_MOST_ROWS = 2048
+"""vLLM's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,7 @@ class Request:
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     version: int
+    logprobs: tuple[float, ...]
 
 
 @dataclass(slots=True)
@@ -38,16 +42,17 @@ class Replayed:
 class _Running:
     name: str
     request: Request
-    size: int = 1
+    size: int = 0
     draft: list[int] = field(default_factory=list[int])
 
-    def step(self) -> list[int]:
-        """The tokens that a step samples: those of the draft that are right, and one more."""
+    def step(self, history: History) -> int:
+        """Samples the tokens of a step: those of the draft that are right, and one more. Returns how many."""
         rest = self.request.tokens[self.size :]
         accepted = next((i for i, (a, b) in enumerate(zip(self.draft, rest, strict=False)) if a != b), len(self.draft))
-        new = list(rest[: accepted + 1])
-        self.size += len(new)
-        return new
+        begun, self.size = self.size, self.size + accepted + 1
+        logprobs = self.request.logprobs[begun : self.size]
+        history.extend(self.name, rest[: accepted + 1], self.request.version, logprobs)
+        return accepted + 1
 
     @property
     def left(self) -> int:
@@ -63,7 +68,7 @@ def requests_of(groups: Iterable[Group]) -> Iterator[Request]:
                 prompt += turn.prompt_tokens
                 completion = turn.completion
                 if completion.tokens:
-                    yield Request(prompt, completion.tokens, completion.versions[-1])
+                    yield Request(prompt, completion.tokens, completion.versions[-1], completion.logprobs)
                 prompt += completion.tokens
 
 
@@ -79,40 +84,33 @@ def replay(
         while len(at_work) < running and (each := next(waiting, None)) is not None:
             at_work.append(run := _Running(f"{id(found)}-{each[0]}", each[1]))
             history.begin(run.name, run.request.prompt)
-            history.extend(run.name, run.request.tokens[:1], run.request.version)
             found.requests += 1
-            found.tokens += 1
+            found.tokens += run.step(history)
         num_begun = len(at_work)
         at_work = [run for run in at_work if not _ends(history, run)]
         if num_begun == 0:
             return found
         if len(at_work) < num_begun:  # others may take the places
             continue
-        _draft(at_work, history, rule, max_draft, min_chance)
-        drafted = sum(len(run.draft) for run in at_work)
-        new = {run.name: run.step() for run in at_work}
-        for run in at_work:
-            history.extend(run.name, new[run.name], run.request.version)
-        num_tokens = sum(map(len, new.values()))
-        found.requests += len(at_work)
+        looks = max_draft > 0 and rule.is_worth_a_look(len(at_work))
+        longest = {run.name: min(max_draft, run.left - 1) for run in at_work}
+        drafts = propose(history, rule, longest, min_chance, _MOST_ROWS) if looks else [[] for _ in at_work]
+        for run, draft in zip(at_work, drafts, strict=True):
+            run.draft = draft
+        drafted, num_running = sum(map(len, drafts)), len(at_work)
+        num_tokens = sum(run.step(history) for run in at_work)
+        found.requests += num_running
         found.tokens += num_tokens
         found.drafted += drafted
-        found.accepted += num_tokens - len(at_work)
-        found.seconds += rule.seconds(len(at_work) + drafted, checks=drafted > 0)
+        found.accepted += num_tokens - num_running
+        found.seconds += rule.seconds(num_running + drafted, checks=drafted > 0)
+        if looks:
+            saved = rule.gain(num_running, num_tokens - num_running, drafted) if drafted else 0.0
+            found.seconds += rule.look * num_running
+            rule.observe_look(num_running, saved, rule.look * num_running)
 
 
 def _ends(history: History, run: _Running) -> bool:
     if run.left == 0:
         history.end(run.name)
     return run.left == 0
-
-
-def _draft(at_work: list[_Running], history: History, rule: DraftRule, max_draft: int, min_chance: float) -> None:
-    least, expected = max(min_chance, rule.least_chance(len(at_work))), 0.0
-    for run in at_work:
-        draft = history.draft(run.name, min(max_draft, run.left - 1) if least < 1 else 0, least)
-        run.draft = draft.tokens
-        expected += sum(draft.chances)
-    if rule.gain(len(at_work), expected, sum(len(run.draft) for run in at_work)) <= 0:
-        for run in at_work:
-            run.draft = []

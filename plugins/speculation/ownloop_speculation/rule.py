@@ -1,8 +1,16 @@
 """When drafts pay: what a step costs, measured, and what looking for drafts has brought."""
 
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from ownloop_speculation.history import History
+
+_NUM_BENDS = 9
+"""Of the curve of costs: 1 row, 2, 4 and so on, to 256."""
 _DECAY = 0.99
 """A step of 100 steps ago counts for a third."""
 _ROWS_PER_STEP = 16.0
@@ -14,55 +22,104 @@ _PROBE = 16
 
 
 class DraftRule:
-    """Seconds of a step = `step` + `row` x rows + `check`, the last only of steps with drafts: least squares.
+    """Seconds of a step, and which drafts are worth theirs.
 
-    A row is one token that is computed, sampled or drafted. The newest steps count most, since contexts grow.
+    A row is one token that is computed, sampled or drafted. Seconds are linear in rows between powers of two, and steps
+    with drafts take `check` more: least squares. The newest steps count most, since contexts grow.
     """
 
     def __init__(self) -> None:
         """Begins with ratios that hardly count, so that all costs follow from the first step on."""
-        self.step = self.row = self.check = 0.0
-        self._moments: NDArray[np.float64] = np.zeros((3, 3))
-        self._seconds: NDArray[np.float64] = np.zeros(3)
-        prior = np.array([[1.0, -_ROWS_PER_STEP, 0.0], [0.0, 1.0, -1.0]])
+        self.curve: list[float] = [0.0] * _NUM_BENDS
+        self.check = self.look = 0.0
+        """`look`: seconds of looking for the draft of one request."""
+        size = _NUM_BENDS + 1
+        self._moments: NDArray[np.float64] = np.zeros((size, size))
+        self._seconds: NDArray[np.float64] = np.zeros(size)
+        prior = np.zeros((size, size))
+        prior[0, :2] = (_ROWS_PER_STEP + 2) / (_ROWS_PER_STEP + 1), -1
+        prior[1, [0, 1, -1]] = 1, -1, 1  # a check costs a row
+        for bend in range(_NUM_BENDS - 2):  # a straight line
+            prior[2 + bend, bend : bend + 3] = 2, -3, 1
         self._prior: NDArray[np.float64] = 0.1 * prior.T @ prior
-        self._num_steps = self._num_asked = 0
+        self._num_steps = self._num_asked = self._most_rows = 0
         # By powers of 2 of running requests, each of which has a bound of its own.
         self._num_looks, self._balances = dict[int, int](), dict[int, float]()
+
+    @classmethod
+    def with_costs(cls, curve: Sequence[float], check: float = 0.0, look: float = 0.0) -> "DraftRule":
+        """A rule that knows what steps of 1, 2, 4 ... rows cost. It goes on as a line behind the last of them."""
+        rule = cls()
+        rule.curve = list(curve)
+        while len(rule.curve) < _NUM_BENDS:
+            last, before = rule.curve[-1], rule.curve[-2]
+            rule.curve.append(last + 2 * (last - before))
+        rule.check, rule.look, rule._num_steps = check, look, 1
+        return rule
+
+    def costs(self) -> dict[str, float]:
+        """What steps of 1, 2, 4 ... rows cost, to the most that were measured; and a check and a look."""
+        measured = max(2, self._most_rows.bit_length())
+        curve = {f"rows_{1 << bend}": value for bend, value in enumerate(self.curve[:measured])}
+        return {**curve, "check": self.check, "look": self.look}
 
     def observe_step(self, rows: int, seconds: float, *, checks: bool) -> None:
         """Counts a step without prompts. One that took more than three times what was expected was disturbed."""
         if self._num_steps > 8 and seconds > 3 * self.seconds(rows, checks=checks):
             return
         self._num_steps += 1
-        features = np.array([1.0, rows, checks])
+        self._most_rows = max(rows, self._most_rows)
+        features = np.zeros(_NUM_BENDS + 1)
+        bend, beyond = _place(rows)
+        features[bend], features[bend + 1], features[-1] = 1 - beyond, beyond, checks
         self._moments = _DECAY * self._moments + np.outer(features, features)
         self._seconds = _DECAY * self._seconds + features * seconds
         if self._num_steps < 8 or self._num_steps % 8 == 0:
-            found = np.linalg.solve(self._moments + self._prior, self._seconds)
-            self.step, self.row, self.check = found.clip(0).tolist()
+            found = np.linalg.solve(self._moments + self._prior, self._seconds).clip(0)
+            self.curve, self.check = np.maximum.accumulate(found[:-1]).tolist(), float(found[-1])
 
     def observe_look(self, running: int, saved: float, took: float) -> None:
         """Counts what looking for drafts took, in seconds, and what the drafts then saved."""
         size = running.bit_length()
         self._num_looks[size] = self._num_looks.get(size, 0) + 1
         self._balances[size] = _DECAY * self._balances.get(size, 0.0) + saved - took
+        self.look += (took / running - self.look) / min(100, sum(self._num_looks.values()))
 
     def seconds(self, rows: int, *, checks: bool = False) -> float:
         """What a step of so many rows takes."""
-        return self.step + self.row * rows + self.check * checks
+        bend, beyond = _place(rows)
+        return self.curve[bend] + beyond * (self.curve[bend + 1] - self.curve[bend]) + self.check * checks
 
     def least_chance(self, running: int) -> float:
-        """The chance above which a drafted token pays while so many requests run.
+        """A chance below which drafted tokens do not pay while so many requests run: what twice the rows cost more.
 
-        The token costs a row. If it is accepted, its request needs one step less, of which it pays its share.
+        If it is accepted, a token saves its request's share of a step.
         """
         total = self.seconds(running)
-        return self.row * running / total if total > 0 else 1.0
+        return self.seconds(2 * running) / total - 1 if total > 0 else 1.0
+
+    def choose(self, chances: Sequence[Sequence[float]], most: int) -> list[int]:
+        """How many tokens of each request's draft a step should check: those that give the most tokens a second.
+
+        `chances` are falling, and at most `most` tokens are chosen.
+        """
+        running = len(chances)
+        ranked = sorted(((chance, place) for place, each in enumerate(chances) for chance in each), reverse=True)
+        best, num_chosen, expected = running / max(self.seconds(running), 1e-9), 0, float(running)
+        for number, (chance, _) in enumerate(ranked[:most], start=1):
+            expected += chance
+            rate = expected / max(self.seconds(running + number, checks=True), 1e-9)
+            if rate > best:
+                best, num_chosen = rate, number
+        sizes = [0] * running
+        for _, place in ranked[:num_chosen]:
+            sizes[place] += 1
+        return sizes
 
     def gain(self, running: int, accepted: float, drafted: int) -> float:
         """Seconds that a step with drafts saves, of which so many are accepted."""
-        return accepted * self.seconds(running) / running - drafted * self.row - self.check
+        without = (running + accepted) * self.seconds(running) / running
+        return without - self.seconds(running + drafted, checks=drafted > 0)
 
     def is_worth_a_look(self, running: int) -> bool:
         """Whether to look for drafts in this step: after a trial, where it has paid, and else now and then."""
@@ -70,3 +127,19 @@ class DraftRule:
         size = running.bit_length()
         pays = self._balances.get(size, 0.0) >= 0 or self._num_looks.get(size, 0) < _TRIAL
         return self._num_steps > 0 and (pays or self._num_asked % _PROBE == 0)
+
+
+def propose(
+    history: "History", rule: DraftRule, longest: Mapping[str, int], min_chance: float, most: int
+) -> list[list[int]]:
+    """The drafts of running requests: at most so many tokens each (`longest`), and `most` in all."""
+    least = max(min_chance, rule.least_chance(len(longest)))
+    drafts = [history.draft(request, size if least < 1 else 0, least) for request, size in longest.items()]
+    sizes = rule.choose([draft.chances for draft in drafts], most)
+    return [draft.tokens[:size] for draft, size in zip(drafts, sizes, strict=True)]
+
+
+def _place(rows: int) -> tuple[int, float]:
+    """The bend before a number of rows, and how far it is on the way to the next one."""
+    bend = min(rows.bit_length() - 1, _NUM_BENDS - 2)
+    return bend, rows / (1 << bend) - 1

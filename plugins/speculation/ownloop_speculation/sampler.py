@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput, SamplingMaskLists
 from vllm.v1.sample.logits_processor import LogitsProcessors
@@ -24,6 +25,8 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from generator.cpu.sampler import draw
+
+Rows = NDArray[np.int64]
 
 
 class ExactSampler(torch.nn.Module):
@@ -64,16 +67,17 @@ class ExactSampler(torch.nn.Module):
             for _ in range(int(num_tokens[request])):
                 draw(sampling.generators[request])
         if cutter.kept is not None:
-            cutter.kept = _counted_masks(cutter.kept, counts.numpy(), num_tokens.numpy())
+            cutter.kept = _counted_masks(cutter.kept, counts, num_tokens)
         width = metadata.max_spec_len + 1
         places = rows.owners * width + rows.depth
-        tokens = torch.full((len(num_tokens), width), -1, dtype=torch.int32)
-        tokens.view(-1)[places[counts]] = sampled[counts].to(torch.int32)
+        tokens = np.full(len(num_tokens) * width, -1, dtype=np.int32)
+        tokens[places[counts]] = sampled.numpy()[counts]
         tensors = None
         if sampling.max_num_logprobs is not None:
             assert logprobs is not None
             found = self.sampler.gather_logprobs(logprobs, sampling.max_num_logprobs, sampled)
-            tensors = _placed(found, places, tokens.numel())
+            tensors = _placed(found, torch.from_numpy(places), len(tokens))
+        tokens = torch.from_numpy(tokens).view(-1, width)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=tensors)
 
 
@@ -81,36 +85,35 @@ class _Rows:
     """Which row of logits belongs to which request."""
 
     def __init__(self, metadata: SpecDecodeMetadata) -> None:
-        per_request = torch.tensor(metadata.num_draft_tokens) + 1  # [B]
-        starts = per_request.cumsum(0) - per_request
-        self.owners = torch.arange(len(per_request)).repeat_interleave(per_request)  # [R]
-        self.depth = torch.arange(len(self.owners)) - starts[self.owners]  # [R]: drafts before a row
-        self._drafted = metadata.target_logits_indices.long()  # [R - B]
-        self.first = starts  # [B]
+        per_request = np.array(metadata.num_draft_tokens) + 1  # [B]
+        self.first: Rows = per_request.cumsum() - per_request  # [B]
+        self.owners: Rows = np.arange(len(per_request)).repeat(per_request)  # [R]
+        self.depth: Rows = np.arange(len(self.owners)) - self.first[self.owners]  # [R]: drafts before a row
+        self._drafted = metadata.target_logits_indices.numpy()  # [R - B]
 
     def repeat(self, sampling: SamplingMetadata) -> SamplingMetadata:
         """The requests' parameters, row by row. The rows of a request draw one after the other."""
         processors: Any = LogitsProcessors()
-        processors.argmax_invariant = [_ByRow(each, self.owners) for each in sampling.logitsprocs.argmax_invariant]
-        owners = self.owners.tolist()
+        owners, generators = torch.from_numpy(self.owners), sampling.generators
+        processors.argmax_invariant = [_ByRow(each, owners) for each in sampling.logitsprocs.argmax_invariant]
         return replace(
             sampling,
-            temperature=None if sampling.temperature is None else sampling.temperature[self.owners],
-            top_k=None if sampling.top_k is None else sampling.top_k[self.owners],
-            top_p=None if sampling.top_p is None else sampling.top_p[self.owners],
+            temperature=None if sampling.temperature is None else sampling.temperature[owners],
+            top_k=None if sampling.top_k is None else sampling.top_k[owners],
+            top_p=None if sampling.top_p is None else sampling.top_p[owners],
             generators={
-                row: sampling.generators[owner] for row, owner in enumerate(owners) if owner in sampling.generators
+                row: generators[owner] for row, owner in enumerate(self.owners.tolist()) if owner in generators
             },
             logitsprocs=processors,
         )
 
-    def count(self, drafts: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
+    def count(self, drafts: Tensor, sampled: Tensor) -> tuple["np.ndarray[Any, Any]", Rows]:
         """Whether each row counts [R], because all drafts before it were sampled; and how many of a request do [B]."""
-        misses = torch.ones(len(self.owners), dtype=torch.int64)
-        misses[self._drafted] = (drafts.long() != sampled[self._drafted]).long()
-        before = misses.cumsum(0) - misses
+        misses = np.ones(len(self.owners), dtype=np.int64)
+        misses[self._drafted] = drafts.numpy() != sampled.numpy()[self._drafted]
+        before = misses.cumsum() - misses
         counts = before == before[self.first][self.owners]
-        return counts, torch.zeros(len(self.first), dtype=torch.int64).index_add_(0, self.owners, counts.long())
+        return counts, np.add.reduceat(counts, self.first, dtype=np.int64)
 
 
 class _ByRow:

@@ -8,7 +8,7 @@ DRAFTS in the environment is "history", or "wild" for drafts of random tokens an
 import os
 import random
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +29,8 @@ class Always(DraftRule):
     def least_chance(self, running: int) -> float:
         return 0.0
 
-    def gain(self, running: int, accepted: float, drafted: int) -> float:
-        return float(drafted)
+    def choose(self, chances: Sequence[Sequence[float]], most: int) -> list[int]:
+        return [len(each) for each in chances]
 
     def is_worth_a_look(self, running: int) -> bool:
         return True

@@ -82,11 +82,22 @@ def final_logprobs(model: Path, prompt: Sequence[int], tokens: Sequence[int], sa
     probs = logits.softmax(-1)
     logits = logits.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), -torch.inf)
     ordered = logits.sort(-1, descending=True)
-    if 0 < sampling.top_k < logits.shape[1]:
-        ordered.values[:, sampling.top_k :] = -torch.inf
+    if 0 < sampling.most_kept < logits.shape[1]:
+        ordered.values[:, sampling.most_kept :] = -torch.inf
     before = ordered.values.softmax(-1).cumsum(-1) - ordered.values.softmax(-1)
     ordered.values[(before >= sampling.top_p) & (before > 0)] = -torch.inf
     return torch.full_like(logits, -torch.inf).scatter_(1, ordered.indices, ordered.values).log_softmax(-1)
+
+
+def assert_right(model: Path, prompt: Sequence[int], found: Completion, sampling: SamplingParams) -> None:
+    """Log-probs and kept sets are those of transformers and plain cuts."""
+    by_reference = final_logprobs(model, prompt, found.tokens, sampling)
+    chosen = by_reference[range(len(found.tokens)), found.tokens]
+    assert found.logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
+    assert (found.kept is None) == (not sampling.cuts or sampling.temperature == 0)
+    if found.kept is not None:
+        kept = [found.kept.ids[a:b].tolist() for a, b in zip(found.kept.starts, found.kept.starts[1:], strict=False)]
+        assert kept == [np.flatnonzero(row > -np.inf).tolist() for row in by_reference.numpy()]
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
@@ -103,13 +114,7 @@ def test_drafts_change_no_sample(
     found, expected = sample(drafting, PROMPT, sampling), sample(plain, PROMPT, sampling)
     assert_same(found, expected)
     for each in found:
-        by_reference = final_logprobs(model, PROMPT, each.tokens, sampling)
-        chosen = by_reference[range(len(each.tokens)), each.tokens]
-        assert each.logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
-        assert (each.kept is None) == (not sampling.cuts or sampling.temperature == 0)
-        if each.kept is not None:
-            kept = [each.kept.ids[a:b].tolist() for a, b in zip(each.kept.starts, each.kept.starts[1:], strict=False)]
-            assert kept == [np.flatnonzero(row > -np.inf).tolist() for row in by_reference.numpy()]
+        assert_right(model, PROMPT, each, sampling)
     load = drafting.load.take()
     if drafts == "good":
         assert load["engine_accepted_tokens"] > 0.5 * load["engine_draft_tokens"] > 0
@@ -250,7 +255,7 @@ def test_a_replay_of_what_was_sampled_counts_what_an_engine_counts(drafting: Gen
     for seed in range(6):
         sampling = SamplingParams(max_tokens=30, seed=seed % 4, temperature=0.4, ignore_eos=True)
         (found,) = sample(drafting, PROMPT, sampling, 1)
-        requests.append(Request(tuple(PROMPT), found.tokens, 0))
+        requests.append(Request(tuple(PROMPT), found.tokens, 0, found.logprobs))
     load = drafting.load.take()
     again = replay(requests, History(max_tokens=1 << 20), Always(), running=1, max_draft=8, min_chance=0.0)
     assert (again.drafted, again.accepted) == (load["engine_draft_tokens"], load["engine_accepted_tokens"])

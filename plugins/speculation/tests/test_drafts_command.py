@@ -30,19 +30,22 @@ def rollout(*turns: Turn) -> Rollout:
 def test_a_replay_counts_steps_and_drafts() -> None:
     # The second answer is the first one but for its last token: after 2 tokens, 8 drafts of which the last is wrong.
     first = tuple(range(10, 20))
-    requests = [Request((1, 2), first, 0), Request((1, 2), (*first[:-1], 30), 0)]
+    logprobs = (-0.1,) * 10
+    requests = [Request((1, 2), first, 0, logprobs), Request((1, 2), (*first[:-1], 30), 0, logprobs)]
     found = replay(requests, History(max_tokens=100), Always(), running=1, max_draft=8, min_chance=0.0)
     # The first token comes with the prompt; behind it, one look finds [start, 10] and drafts 11 to 18.
     assert (found.tokens, found.drafted, found.accepted, found.requests) == (20, 8, 8, 10 + 2)
-    rule = DraftRule()
-    rule.step, rule.row = 10.0, 1.0
+    rule = DraftRule.with_costs([11.0, 12.0])
     timed = replay(requests, History(max_tokens=100), rule, running=2, max_draft=0, min_chance=0.0)
     assert timed.seconds == 9 * 12.0
 
 
 def test_turns_are_requests_of_their_own() -> None:
     group = Group(problem_id="p", prompt="", rollouts=(rollout(turn((1, 2), (3,)), turn((4,), (5, 6))),))
-    assert list(requests_of([group])) == [Request((1, 2), (3,), 0), Request((1, 2, 3, 4), (5, 6), 0)]
+    assert list(requests_of([group])) == [
+        Request((1, 2), (3,), 0, (-1.0,)),
+        Request((1, 2, 3, 4), (5, 6), 0, (-1.0,) * 2),
+    ]
 
 
 def test_a_run_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,8 +57,17 @@ def test_a_run_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         folder.log_rollouts(step, [Group(problem_id="p", prompt="", rollouts=(rollout(turn((1, 2), answer)),))])
     folder.flush()
     capsys.readouterr()
-    assert parse_command(["drafts", str(tmp_path / "run"), "--running", "1", "--step-rows", "20"]).run() == 0
-    running, right, tokens_per_step, speed = capsys.readouterr().out.splitlines()[1].split()
+    command = parse_command(["drafts", str(tmp_path / "run"), "--running", "1"])
+    assert command.run() == 0
+    without_costs = capsys.readouterr().out
+    running, right, tokens_per_step, speed = without_costs.splitlines()[2].split()
     assert (running, right) == ("1", "1.00")
     assert 96 / (32 + 31 + 31) < float(tokens_per_step) <= 96 / (32 + 5 + 5)
-    assert 1.5 < float(speed) < 2.3
+    assert 1.3 < float(speed) < 2.3
+    # What the run measured takes the place of the guess: the same ratios, and others.
+    for curve, same in (((17.0, 18.0, 20.0), True), ((17.0, 34.0, 68.0), False)):
+        costs = {f"engine_seconds_rows_{1 << bend}": seconds for bend, seconds in enumerate(curve)}
+        folder.log_metrics({"step": 3, **costs, "engine_seconds_check": 0.0, "engine_seconds_look": 0.0})
+        folder.flush()
+        assert command.run() == 0
+        assert (capsys.readouterr().out.splitlines()[1:] == without_costs.splitlines()[1:]) == same

@@ -23,7 +23,7 @@ def completion(
 
 def searched(texts: Sequence[Sequence[int]], context: Sequence[int], most: int) -> list[int]:
     """The draft, found by looking at every place of every text, the newest text last."""
-    for length in range(min(16, len(context)), 1, -1):
+    for length in range(min(16, len(context)), 0, -1):
         end = tuple(context[-length:])
         found = [
             (text, i + length)
@@ -97,18 +97,36 @@ def test_a_draft_ends_where_its_chance_is_too_small() -> None:
     history.extend("x", [4, 5], 0)
     full: Draft = history.draft("x", 8, 0.0)
     assert full.tokens == [6, 7]
-    assert full.chances == pytest.approx([4 / 4.5, 4 / 4.5 * 3 / 4.5])
-    assert history.draft("x", 8, 0.7).tokens == [6]
+    assert history.draft("x", 8, full.chances[0]).tokens == [6]
+
+
+def test_tokens_that_were_sampled_with_larger_chances_are_drafted() -> None:
+    def chance(logprobs: Sequence[float], tokens: Sequence[int] = (6, 6, 8)) -> tuple[int, float]:
+        history = History(max_tokens=1000)
+        for number, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            history.begin(str(number), PROMPT)
+            history.extend(str(number), [4, 5, token], 0, [-0.1, -0.1, logprob])
+            history.end(str(number))
+        history.begin("x", PROMPT)
+        history.extend("x", [4, 5], 0)
+        found = history.draft("x", 1, 0.0)
+        return found.tokens[0], found.chances[0]
+
+    token, usual = chance([-0.7, -0.7, -0.7])
+    assert token == 6
+    assert chance([-0.1, -0.1, -0.7])[1] > usual > chance([-0.7, -0.7, -0.2])[1], "another token took the chance"
+    assert chance([-3.0, -3.0, -0.1])[0] == 8
+    assert chance([-0.1, -0.1, -0.1], (6, 6, 6))[1] > chance([-0.1, -0.1], (6, 6))[1], "it was seen more often"
 
 
 def test_chances_become_what_was_observed() -> None:
-    calibration, rng = Calibration(), np.random.default_rng(0)
-    place = calibration.of(5, 3, 0.5)
-    assert calibration.chance(place, 0.5) == 0.5
-    for hit in rng.random(2000) < 0.9:
-        calibration.observe(place, hit=bool(hit))
-    assert calibration.chance(place, 0.5) == pytest.approx(0.9, abs=0.05)
-    assert calibration.chance(calibration.of(5, 40, 0.5), 0.5) == 0.5, "of another kind nothing was seen"
+    for rate in (0.2, 0.9):
+        calibration, rng = Calibration(), np.random.default_rng(0)
+        features = calibration.features(5, 3, 2, 0.5)
+        for hit in rng.random(4000) < rate:
+            calibration.observe(features, hit=bool(hit))
+        assert calibration.chance(features) == pytest.approx(rate, abs=0.05)
+        assert calibration.chance(calibration.features(5, 3, 3, 0.9)) > calibration.chance(features)
 
 
 def test_the_newest_three_versions_of_a_prompt_are_kept() -> None:
@@ -134,7 +152,9 @@ def test_memory_is_bounded_and_eight_bytes_a_token() -> None:
             completion(history, f"{number}-{sample}", tokens, prompt=[number, *range(500)])
             assert history.num_kept_tokens <= 50_000
     at_rest = history._at_rest  # pyright: ignore[reportPrivateUsage]
-    num_bytes = sys.getsizeof(at_rest) + sum(sys.getsizeof(key) + sys.getsizeof(kept) for key, kept in at_rest.items())
+    num_bytes = sys.getsizeof(at_rest) + sum(
+        sum(map(sys.getsizeof, (key, kept, *kept))) for key, kept in at_rest.items()
+    )
     assert num_bytes <= 8 * 100 * 8 * len(at_rest)
     history.begin("x", [99, *range(500)])
     history.extend("x", tokens[:4], 0)

@@ -1,4 +1,7 @@
-"""The rule finds the cost of a step, and drafts where a token's worth is above it."""
+"""The rule finds the costs of steps, and chooses the drafts that are worth theirs."""
+
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -21,21 +24,47 @@ def test_costs_are_found_among_noise() -> None:
     rule = observed(running=4)
     assert rule.seconds(4) == pytest.approx(0.054, rel=0.02)
     assert rule.seconds(9, checks=True) == pytest.approx(0.061, rel=0.02)
-    assert rule.row == pytest.approx(0.001, rel=0.4)
+
+
+def test_costs_that_bend_are_found() -> None:
+    rng, rule = np.random.default_rng(0), DraftRule()
+    for _ in range(2000):
+        rows = int(rng.integers(1, 33))
+        rule.observe_step(rows, 0.05 + 0.002 * max(0, rows - 8), checks=bool(rng.integers(2)))
+    found = rule.costs()
+    assert list(found) == ["rows_1", "rows_2", "rows_4", "rows_8", "rows_16", "rows_32", "check", "look"]
+    expected = {"rows_4": 0.05, "rows_8": 0.05, "rows_16": 0.066, "rows_32": 0.098}
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=0.02)
+    again = DraftRule.with_costs([found[f"rows_{1 << bend}"] for bend in range(6)])
+    assert again.seconds(24) == pytest.approx(0.082, rel=0.02)
+    assert again.seconds(100) == pytest.approx(0.05 + 0.002 * 92, rel=0.02), "it goes on as a line"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_tokens_are_chosen_that_give_the_most_a_second(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    curve = (0.05 + rng.random(4).cumsum() * 0.02).tolist()
+    rule = DraftRule.with_costs(curve, check=0.001)
+    chances = [sorted(rng.random(int(rng.integers(0, 4))).tolist(), reverse=True) for _ in range(3)]
+
+    def rate(sizes: Sequence[int]) -> float:
+        expected = 3 + sum(sum(each[:size]) for each, size in zip(chances, sizes, strict=True))
+        return expected / rule.seconds(3 + sum(sizes), checks=sum(sizes) > 0)
+
+    every = itertools.product(*(range(len(each) + 1) for each in chances))
+    assert rate(rule.choose(chances, most=99)) == max(map(rate, every))
+    assert sum(rule.choose(chances, most=1)) <= 1
 
 
 @pytest.mark.parametrize("running", [1, 4, 32])
 def test_a_token_pays_if_its_chance_is_above_the_least(running: int) -> None:
-    rule = DraftRule()
-    rule.step, rule.row = 0.05, 0.001
+    rule = DraftRule.with_costs([0.051, 0.052])
     least = rule.least_chance(running)
     assert least == pytest.approx(0.001 * running / (0.05 + 0.001 * running))
     # A token that is accepted with this chance costs, over many steps, as much time as it saves.
     for chance, pays in ((0.9 * least, False), (1.1 * least, True)):
-        per_token = rule.seconds(running) / running
-        with_drafts = rule.seconds(2 * running) / (running * (1 + chance))
-        assert (with_drafts < per_token) == pays
         assert (rule.gain(running, running * chance, running) > 0) == pays
+        assert (rule.choose([[chance]] * running, most=running) == [1] * running) == pays
 
 
 def test_looking_rests_where_it_does_not_pay() -> None:

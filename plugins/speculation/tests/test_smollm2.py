@@ -1,4 +1,7 @@
-"""SmolLM2 in float32, with drafts of two sources, good, poor and absent: no token and no kept set differs."""
+"""SmolLM2 in float32, with drafts of two sources, good, poor and absent: no token and no kept set differs.
+
+What is sampled without drafts has transformers' log-probs.
+"""
 
 import asyncio
 from pathlib import Path
@@ -11,7 +14,7 @@ from generator.config import Speculation
 from generator.engine import GenerationEngine
 from ownloop_speculation.history import History
 from plugins.speculation.tests.drafting import Never, Wild, draft_always
-from plugins.speculation.tests.test_drafted_rollouts import CUTS, assert_same
+from plugins.speculation.tests.test_drafted_rollouts import CUTS, assert_right, assert_same
 from rl.types import Completion, SamplingParams
 from tests.generator.engines import EngineFactory
 
@@ -45,6 +48,9 @@ def expected(model: Path, build_engine: EngineFactory) -> dict[str, list[Complet
     engine = build_engine(model, "float32", max_num_seqs=32)
     found = sample(engine)
     engine.close()
+    for name, completions in found.items():
+        for each in completions:
+            assert_right(model, WORDS, each, SamplingParams(max_tokens=MAX_TOKENS, **KINDS[name]))
     return found
 
 
