@@ -78,9 +78,8 @@ class Drafter:
         self._follow(sampled, num_tokens, token_ids)
         drafts: list[list[int]] = [[] for _ in sampled]
         if self.rule.is_worth_a_look(len(sampled)):
-            looked = time.thread_time()
             drafts = self._drafts(num_tokens)
-            self._looked = time.thread_time() - looked
+            self._looked = time.thread_time() - began
         if self._group.world_size > 1:  # the clock is rank 0's
             drafts = cast("list[list[int]]", self._group.broadcast_object(drafts))
         self._overhead = time.thread_time() - began

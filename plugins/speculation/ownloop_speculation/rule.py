@@ -75,8 +75,11 @@ class DraftRule:
         self._moments = _DECAY * self._moments + np.outer(features, features)
         self._seconds = _DECAY * self._seconds + features * seconds
         if self._num_steps < 8 or self._num_steps % 8 == 0:
-            found = np.linalg.solve(self._moments + self._prior, self._seconds).clip(0)
-            self.curve, self.check = np.maximum.accumulate(found[:-1]).tolist(), float(found[-1])
+            moments = self._moments + self._prior
+            found = np.linalg.solve(moments, self._seconds)
+            if found[-1] < 0:
+                found = np.append(np.linalg.solve(moments[:-1, :-1], self._seconds[:-1]), 0)
+            self.curve, self.check = np.maximum.accumulate(found[:-1].clip(0)).tolist(), float(found[-1])
 
     def observe_look(self, running: int, saved: float, took: float) -> None:
         """Counts what looking for drafts took, in seconds, and what the drafts then saved."""
