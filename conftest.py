@@ -1,6 +1,8 @@
 """What the tests of the core and of plug-ins share: no network, the real model, engines, and a plan for the workers."""
 
+import asyncio
 import gc
+import inspect
 import os
 import re
 import signal
@@ -14,6 +16,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.suite import HARDWARE, LEFT_OUT, LeftOut, end_tasks
+from tests.waiting import run_virtual
 
 if TYPE_CHECKING:  # the import would load torch and Monarch
     from tests.generator.engines import EngineFactory
@@ -144,6 +147,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in of_gpus:
         item.add_marker(pytest.mark.skip(reason=f"{HARDWARE}needs a CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine: with a clock of its own, in step with its engines, or as programs do."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = inspect.signature(pyfuncitem.obj).parameters
+    test = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in arguments})
+    if pyfuncitem.get_closest_marker("virtual"):
+        run_virtual(test)
+    elif pyfuncitem.get_closest_marker("paced"):
+        from tests.generator.running import run_paced
+
+        run_paced(test)
+    else:
+        asyncio.run(test)
+    return True
 
 
 def _has_gpu() -> bool:

@@ -24,7 +24,7 @@ def test_medians_are_of_the_rounds_after_the_warm_up(capsys: pytest.CaptureFixtu
     ]
 
 
-def test_cpu_time_is_that_of_the_processes_that_were_started() -> None:
+async def test_cpu_time_is_that_of_the_processes_that_were_started() -> None:
     async def waiting_process() -> str:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", f"{BUSY}\nprint(flush=True)\ninput()", stdin=-1, stdout=-1
@@ -36,12 +36,9 @@ def test_cpu_time_is_that_of_the_processes_that_were_started() -> None:
 
     ends: list[asyncio.subprocess.Process] = []
 
-    async def main() -> None:
-        took = await timed(waiting_process())
-        assert took.result == "done"
-        assert took.cpu > 0.25
-        assert took.wall > 0.25
-        assert (await timed(asyncio.sleep(0))).cpu < 0.25  # what the process has used before does not count again
-        await ends[0].communicate(b"\n")
-
-    asyncio.run(main())
+    took = await timed(waiting_process())
+    assert took.result == "done"
+    assert took.cpu > 0.25
+    assert took.wall > 0.25
+    assert (await timed(asyncio.sleep(0))).cpu < 0.25  # what the process has used before does not count again
+    await ends[0].communicate(b"\n")

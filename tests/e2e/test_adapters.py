@@ -36,7 +36,7 @@ async def _sample(generator: GeneratorHandle, policy: Policy) -> list[Completion
     return [completions[0] for completions in found]
 
 
-def test_two_ranks_serve_adapters_as_merged_weights_would(tmp_path: Path) -> None:
+async def test_two_ranks_serve_adapters_as_merged_weights_would(tmp_path: Path) -> None:
     directory, records = served_llama(tmp_path / "model", tied=True), VersionRecords()
     config = replace(CONFIG, model=directory)
     adapters = {name: random_adapter(directory, seed) for seed, name in enumerate("abc")}
@@ -76,15 +76,12 @@ def test_two_ranks_serve_adapters_as_merged_weights_would(tmp_path: Path) -> Non
             await _sample(generator, "b")
         assert error(await _sample(generator, "c"), adapters["c"]) < 5e-5
 
-    async def main() -> None:
-        async with running_store(logs := tmp_path / "logs") as store:
-            generator = await GeneratorHandle.launch(config, logs, version_records=records, store_name=store.name)
-            try:
-                await drive(generator)
-            finally:
-                await generator.stop()
-
-    asyncio.run(main())
+    async with running_store(logs := tmp_path / "logs") as store:
+        generator = await GeneratorHandle.launch(config, logs, version_records=records, store_name=store.name)
+        try:
+            await drive(generator)
+        finally:
+            await generator.stop()
 
 
 def test_two_ranks_score_prompts_together_as_alone(tmp_path: Path) -> None:

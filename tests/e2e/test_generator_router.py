@@ -41,73 +41,67 @@ def _assert_no_process_is_left(before: list[int]) -> None:
 
 
 @pytest.mark.slow  # tests/benchmarks/test_kill_cells.py does so in a whole run
-def test_a_killed_replica_is_replaced_and_no_request_is_lost(tmp_path: Path) -> None:
+async def test_a_killed_replica_is_replaced_and_no_request_is_lost(tmp_path: Path) -> None:
     model = served_llama(tmp_path / "model", tied=True)
     config = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=32, num_replicas=2)
     before = descendants()
 
-    async def main() -> None:
-        async with Launcher(tmp_path / "logs") as launcher:
-            router = await launcher.generator(model, config)
-            assert isinstance(router, GeneratorRouter)
-            expected = [samples[0].tokens for samples in await _all(router, GREEDY)]
-            first, second = _handles(router)
-            requests = asyncio.create_task(_all(router, SamplingParams(max_tokens=80, seed=1), 32))
-            await working(first)
-            os.kill(first.mesh.pids[0], signal.SIGKILL)
-            assert [len(group) for group in await requests] == [32] * len(PROMPTS)
-            await until(lambda: router.states == ("serving", "serving"), "both replicas to serve")
-            successor, other = _handles(router)
-            assert successor is not first
-            assert other is second
-            again = await asyncio.gather(*(successor.generate(prompt, GREEDY) for prompt in PROMPTS))
-            assert [samples[0].tokens for samples in again] == expected
-
-    asyncio.run(main())
+    async with Launcher(tmp_path / "logs") as launcher:
+        router = await launcher.generator(model, config)
+        assert isinstance(router, GeneratorRouter)
+        expected = [samples[0].tokens for samples in await _all(router, GREEDY)]
+        first, second = _handles(router)
+        requests = asyncio.create_task(_all(router, SamplingParams(max_tokens=80, seed=1), 32))
+        await working(first)
+        os.kill(first.mesh.pids[0], signal.SIGKILL)
+        assert [len(group) for group in await requests] == [32] * len(PROMPTS)
+        await until(lambda: router.states == ("serving", "serving"), "both replicas to serve")
+        successor, other = _handles(router)
+        assert successor is not first
+        assert other is second
+        again = await asyncio.gather(*(successor.generate(prompt, GREEDY) for prompt in PROMPTS))
+        assert [samples[0].tokens for samples in again] == expected
     _assert_no_process_is_left(before)
 
 
 @pytest.mark.slow
-def test_dead_replicas_are_replaced_and_no_request_is_lost(tmp_path: Path) -> None:
+async def test_dead_replicas_are_replaced_and_no_request_is_lost(tmp_path: Path) -> None:
     model, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
     config = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=32, num_replicas=2)
     before = descendants()
 
-    async def main() -> None:
-        async with launch(model, TrainerConfig(compute_dtype="float32"), config, logs) as (trainer, router):
-            assert isinstance(router, GeneratorRouter)
-            assert await router.version() == 0
-            await router.pull_model_state_dict(await trainer.push_model_state_dict())
-            expected = [samples[0].tokens for samples in await _all(router, GREEDY)]
-            first, second = _handles(router)
-            assert (first.mesh.name, second.mesh.name) == ("generator-0", "generator-1")
+    async with launch(model, TrainerConfig(compute_dtype="float32"), config, logs) as (trainer, router):
+        assert isinstance(router, GeneratorRouter)
+        assert await router.version() == 0
+        await router.pull_model_state_dict(await trainer.push_model_state_dict())
+        expected = [samples[0].tokens for samples in await _all(router, GREEDY)]
+        first, second = _handles(router)
+        assert (first.mesh.name, second.mesh.name) == ("generator-0", "generator-1")
 
-            requests = asyncio.create_task(_all(router, SamplingParams(max_tokens=80, seed=1), 32))
-            await working(first)
-            os.kill(first.mesh.pids[0], signal.SIGKILL)
-            assert [len(group) for group in await requests] == [32] * len(PROMPTS)
-            await until(lambda: router.states == ("serving", "serving"), "both replicas to serve")
+        requests = asyncio.create_task(_all(router, SamplingParams(max_tokens=80, seed=1), 32))
+        await working(first)
+        os.kill(first.mesh.pids[0], signal.SIGKILL)
+        assert [len(group) for group in await requests] == [32] * len(PROMPTS)
+        await until(lambda: router.states == ("serving", "serving"), "both replicas to serve")
 
-            requests = asyncio.create_task(_all(router, SamplingParams(max_tokens=80, seed=1), 32))
-            await working(second)
-            os.kill(second.mesh.pids[0], signal.SIGSTOP)
-            assert [len(group) for group in await requests] == [32] * len(PROMPTS)
-            await until(lambda: router.states == ("serving", "serving"), "both replicas to serve")
+        requests = asyncio.create_task(_all(router, SamplingParams(max_tokens=80, seed=1), 32))
+        await working(second)
+        os.kill(second.mesh.pids[0], signal.SIGSTOP)
+        assert [len(group) for group in await requests] == [32] * len(PROMPTS)
+        await until(lambda: router.states == ("serving", "serving"), "both replicas to serve")
 
-            successors = _handles(router)
-            assert not {first, second} & set(successors)
-            for successor in successors:  # they hold the version that was pulled before they were there
-                again = await asyncio.gather(*(successor.generate(prompt, GREEDY) for prompt in PROMPTS))
-                assert [samples[0].tokens for samples in again] == expected
-            for successor in successors:
-                successor.config = replace(config, request_timeout_s=0.05)  # less than 180,000 tokens take
-            with pytest.raises(RequestTimeoutError, match=r"a request took longer than 0.05 s \(request_timeout_s\)"):
-                await router.generate(PROMPTS[0], SamplingParams(max_tokens=90), 2000)
-            for successor in successors:
-                successor.config = config
-            assert len((await asyncio.wait_for(router.generate(PROMPTS[0], GREEDY), LIMIT_S))[0].tokens) > 0
-
-    asyncio.run(main())
+        successors = _handles(router)
+        assert not {first, second} & set(successors)
+        for successor in successors:  # they hold the version that was pulled before they were there
+            again = await asyncio.gather(*(successor.generate(prompt, GREEDY) for prompt in PROMPTS))
+            assert [samples[0].tokens for samples in again] == expected
+        for successor in successors:
+            successor.config = replace(config, request_timeout_s=0.05)  # less than 180,000 tokens take
+        with pytest.raises(RequestTimeoutError, match=r"a request took longer than 0.05 s \(request_timeout_s\)"):
+            await router.generate(PROMPTS[0], SamplingParams(max_tokens=90), 2000)
+        for successor in successors:
+            successor.config = config
+        assert len((await asyncio.wait_for(router.generate(PROMPTS[0], GREEDY), LIMIT_S))[0].tokens) > 0
     _assert_no_process_is_left(before)
     names = {re.sub(r"-\d+\.log$", "", file.name) for file in logs.glob("*-*.log")}
     assert names == {"trainer", "store", "generator-0", "generator-1"}

@@ -66,77 +66,68 @@ def one_rank(model: Path) -> Any:
     return engine
 
 
-def test_a_step_or_push_that_one_rank_has_no_memory_for(tmp_path: Path) -> None:
+async def test_a_step_or_push_that_one_rank_has_no_memory_for(tmp_path: Path) -> None:
     model = tiny_qwen3(tmp_path / "model", tied=False, **SHAPE)
 
-    async def main() -> None:
-        async with started(tmp_path, model) as (_, trainer):
-            await trainer.forward_backward(BATCH, "cross_entropy")
-            await limit(trainer, MIB)
-            with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
-                await trainer.optim_step(PARAMS)
-            await limit(trainer, None)
-            assert (await trainer.optim_step(PARAMS)).policy_version == 1
-            await limit(trainer, 0)
-            with pytest.raises(WeightsError, match="not free: CUDA refused: CUDA_ERROR_OUT_OF_MEM"):
-                await trainer.push_model_state_dict()
-            await limit(trainer, None)
-            assert await trainer.push_model_state_dict() == 1
-            found = (await trainer.forward(BATCH)).logprobs
-            expected = one_rank(model).forward([BATCH]).logprobs
-            np.testing.assert_allclose(np.concatenate(found), np.concatenate(expected), atol=1e-3)
-            await limit(trainer, MIB)
-            with pytest.raises(MeshError, match=r"rank 0 \(process \d+\) raised OutOfMemoryError in forward: CUDA out"):
-                await trainer.forward(BATCH)
-
-    asyncio.run(main())
+    async with started(tmp_path, model) as (_, trainer):
+        await trainer.forward_backward(BATCH, "cross_entropy")
+        await limit(trainer, MIB)
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            await trainer.optim_step(PARAMS)
+        await limit(trainer, None)
+        assert (await trainer.optim_step(PARAMS)).policy_version == 1
+        await limit(trainer, 0)
+        with pytest.raises(WeightsError, match="not free: CUDA refused: CUDA_ERROR_OUT_OF_MEM"):
+            await trainer.push_model_state_dict()
+        await limit(trainer, None)
+        assert await trainer.push_model_state_dict() == 1
+        found = (await trainer.forward(BATCH)).logprobs
+        expected = one_rank(model).forward([BATCH]).logprobs
+        np.testing.assert_allclose(np.concatenate(found), np.concatenate(expected), atol=1e-3)
+        await limit(trainer, MIB)
+        with pytest.raises(MeshError, match=r"rank 0 \(process \d+\) raised OutOfMemoryError in forward: CUDA out"):
+            await trainer.forward(BATCH)
 
 
-def test_a_backward_pass_without_memory_ends_what_waits(tmp_path: Path) -> None:
+async def test_a_backward_pass_without_memory_ends_what_waits(tmp_path: Path) -> None:
     model = tiny_qwen3(tmp_path / "model", tied=False, **SHAPE)
 
-    async def main() -> None:
-        async with started(tmp_path, model) as (launcher, trainer):
-            failing = asyncio.create_task(trainer.forward_backward(BATCH, get_loss(leaves_no_memory)))
-            step = asyncio.create_task(trainer.optim_step(PARAMS))  # rank 0 begins it while rank 1 is in the first
-            with pytest.raises(MeshError, match=r"rank 0 .* raised OutOfMemoryError in forward_backward") as caught:
-                await failing
-            assert "loss_sum.backward()" in "".join(caught.value.__cause__.__notes__)  # pyright: ignore
-            with pytest.raises(MeshError, match="raised OutOfMemoryError in forward_backward"):
-                await step
-            restarted = await launcher.restart_trainer()
-            assert await restarted.policy_version() == 0
-            await restarted.forward(BATCH)
-
-    asyncio.run(main())
+    async with started(tmp_path, model) as (launcher, trainer):
+        failing = asyncio.create_task(trainer.forward_backward(BATCH, get_loss(leaves_no_memory)))
+        step = asyncio.create_task(trainer.optim_step(PARAMS))  # rank 0 begins it while rank 1 is in the first
+        with pytest.raises(MeshError, match=r"rank 0 .* raised OutOfMemoryError in forward_backward") as caught:
+            await failing
+        assert "loss_sum.backward()" in "".join(caught.value.__cause__.__notes__)  # pyright: ignore
+        with pytest.raises(MeshError, match="raised OutOfMemoryError in forward_backward"):
+            await step
+        restarted = await launcher.restart_trainer()
+        assert await restarted.policy_version() == 0
+        await restarted.forward(BATCH)
 
 
-def test_a_rank_dies_whose_memory_a_generator_reads(tmp_path: Path) -> None:
+async def test_a_rank_dies_whose_memory_a_generator_reads(tmp_path: Path) -> None:
     model = tiny_qwen3(tmp_path / "model", tied=False, hidden_size=128, head_dim=64)
     sampling = SamplingParams(max_tokens=4)
 
-    async def main() -> None:
-        async with started(tmp_path, model) as (launcher, trainer):
-            generator = await launcher.generator(model, SERVING)
-            await trainer.forward_backward(BATCH, "cross_entropy")
-            await trainer.optim_step(PARAMS)
-            await generator.pull_model_state_dict(await trainer.push_model_state_dict())
-            running = asyncio.create_task(trainer.forward_backward(BATCH, "cross_entropy"))
-            await asyncio.sleep(0)
-            os.kill(trainer.mesh.pids[1], signal.SIGKILL)
-            with pytest.raises(MeshError, match=r"trainer: rank 1 \(process \d+\) died in forward_backward"):
-                await running
-            (completion,) = await generator.generate([1, 2, 3], sampling)
-            assert completion.versions == (1,) * 4, "it has weights of its own"
-            with pytest.raises((PublisherGoneError, MeshError), match=r"is gone|trainer: rank 1 .* died"):
-                await generator.pull_model_state_dict(1)  # CUDA has freed the memory that the generator has open
-            restarted = await launcher.restart_trainer()
-            for _ in range(2):
-                await restarted.forward_backward(BATCH, "cross_entropy")
-                await restarted.optim_step(PARAMS)
-            version = await restarted.push_model_state_dict()
-            await generator.pull_model_state_dict(version)
-            (completion,) = await generator.generate([1, 2, 3], sampling)
-            assert completion.versions == (2,) * 4
-
-    asyncio.run(main())
+    async with started(tmp_path, model) as (launcher, trainer):
+        generator = await launcher.generator(model, SERVING)
+        await trainer.forward_backward(BATCH, "cross_entropy")
+        await trainer.optim_step(PARAMS)
+        await generator.pull_model_state_dict(await trainer.push_model_state_dict())
+        running = asyncio.create_task(trainer.forward_backward(BATCH, "cross_entropy"))
+        await asyncio.sleep(0)
+        os.kill(trainer.mesh.pids[1], signal.SIGKILL)
+        with pytest.raises(MeshError, match=r"trainer: rank 1 \(process \d+\) died in forward_backward"):
+            await running
+        (completion,) = await generator.generate([1, 2, 3], sampling)
+        assert completion.versions == (1,) * 4, "it has weights of its own"
+        with pytest.raises((PublisherGoneError, MeshError), match=r"is gone|trainer: rank 1 .* died"):
+            await generator.pull_model_state_dict(1)  # CUDA has freed the memory that the generator has open
+        restarted = await launcher.restart_trainer()
+        for _ in range(2):
+            await restarted.forward_backward(BATCH, "cross_entropy")
+            await restarted.optim_step(PARAMS)
+        version = await restarted.push_model_state_dict()
+        await generator.pull_model_state_dict(version)
+        (completion,) = await generator.generate([1, 2, 3], sampling)
+        assert completion.versions == (2,) * 4

@@ -150,19 +150,16 @@ def test_an_idle_mesh_keeps_less_than_monarchs_own(tmp_path: Path) -> None:
     assert ours < 0.85 * monarchs  # 1.5 and 2.2 MB
 
 
-def test_a_mesh_that_was_stopped_says_so(tmp_path: Path) -> None:
-    async def main() -> None:
-        env = {"TOY_GREETING": "hello"}
-        mesh = await Mesh.spawn("toy", Toy, 5, num_ranks=1, env=env, log_dir=tmp_path / "logs")
-        under_way = asyncio.create_task(mesh.call("hang", [(600,)]))
-        (log,) = mesh.processes.log_files
-        await asyncio.to_thread(wait_until, lambda: "hangs for" in log.read_text(), "the call that hangs")
-        await mesh.stop()
-        for call in (under_way, mesh.call("add", [(1,)])):
-            with pytest.raises(MeshError, match=r"^toy: it was stopped, and takes no more calls$"):
-                await call
-
-    asyncio.run(main())
+async def test_a_mesh_that_was_stopped_says_so(tmp_path: Path) -> None:
+    env = {"TOY_GREETING": "hello"}
+    mesh = await Mesh.spawn("toy", Toy, 5, num_ranks=1, env=env, log_dir=tmp_path / "logs")
+    under_way = asyncio.create_task(mesh.call("hang", [(600,)]))
+    (log,) = mesh.processes.log_files
+    await asyncio.to_thread(wait_until, lambda: "hangs for" in log.read_text(), "the call that hangs")
+    await mesh.stop()
+    for call in (under_way, mesh.call("add", [(1,)])):
+        with pytest.raises(MeshError, match=r"^toy: it was stopped, and takes no more calls$"):
+            await call
 
 
 def test_a_stop_that_is_interrupted_ends_the_processes(tmp_path: Path) -> None:
@@ -248,12 +245,9 @@ def test_launches_in_one_process_leave_no_thread_and_few_descriptors(tmp_path: P
     assert found[2][1] <= found[0][1] + 4  # ten a launch, were the directory a new one each time
 
 
-def test_a_process_that_does_not_start_is_no_users_mistake(tmp_path: Path) -> None:
-    async def main() -> None:
-        await Mesh.spawn("toy", Toy, 5, num_ranks=1, env={"PYTHONHOME": str(tmp_path / "none")}, log_dir=tmp_path)
-
+async def test_a_process_that_does_not_start_is_no_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(MeshError, match="toy: rank 0 died in start: error creating proc"):
-        asyncio.run(main())
+        await Mesh.spawn("toy", Toy, 5, num_ranks=1, env={"PYTHONHOME": str(tmp_path / "none")}, log_dir=tmp_path)
 
 
 @pytest.mark.parametrize(

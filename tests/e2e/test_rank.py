@@ -188,11 +188,8 @@ def test_another_running_event_loop_is_refused(run: Run) -> None:
     run(test)
 
 
-def test_an_actor_that_cannot_be_made_says_why(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with toy(tmp_path) as mesh:
-            for _ in range(2):
-                with pytest.raises(MeshError, match=r"rank 0 \(process \d+\) died in add: KeyError: 'TOY_GREETING'"):
-                    await mesh.call("add", [(1,)])
-
-    asyncio.run(main())
+async def test_an_actor_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+    async with toy(tmp_path) as mesh:
+        for _ in range(2):
+            with pytest.raises(MeshError, match=r"rank 0 \(process \d+\) died in add: KeyError: 'TOY_GREETING'"):
+                await mesh.call("add", [(1,)])

@@ -52,58 +52,55 @@ def ends(logprobs: torch.Tensor, entropy: torch.Tensor | None, inputs: LossInput
     sys.exit("my own end")
 
 
-def test_two_ranks_equal_plain_autograd(tmp_path: Path) -> None:
+async def test_two_ranks_equal_plain_autograd(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")
     config = TrainerConfig(
         model=model, compute_dtype="float32", data_parallel_shard=2, max_tokens_per_microbatch=40, num_threads=1
     )
     batch, reference = random_batch(LENGTHS), ReferencePolicy(model)
 
-    async def controller() -> None:
-        async with launched(config, tmp_path / "logs") as trainer:
-            first, second, step = await asyncio.gather(  # three calls in flight, executed in this order
-                trainer.forward_backward(batch[:6], "importance_sampling"),
-                trainer.forward_backward(batch[6:], "importance_sampling"),
-                trainer.optim_step(PARAMS, grad_scale=0.5),
-            )
-            loss = reference.backward(batch, importance_sampling)
-            norm = torch.cat([grad.flatten() for grad in reference.gradients().values()]).norm()
-            assert first.metrics["loss"] + second.metrics["loss"] == pytest.approx(loss, rel=1e-5)
-            assert first.metrics["num_loss_tokens"] == sum(d.num_loss_tokens for d in batch[:6])
-            assert step.grad_norm == pytest.approx(0.5 * float(norm), rel=1e-4)
-            assert step.policy_version == 1
-            peaks = [step.metrics[f"memory_peak_bytes_{verb}_max"] for verb in ("forward_backward", "optim_step")]
-            assert min(peaks) > 50e6
-            for datum, logprobs in zip(batch, first.logprobs + second.logprobs, strict=True):
-                expected = np.where(datum.weights != 0, reference.logprobs(datum).detach().numpy(), 0)
-                np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+    async with launched(config, tmp_path / "logs") as trainer:
+        first, second, step = await asyncio.gather(  # three calls in flight, executed in this order
+            trainer.forward_backward(batch[:6], "importance_sampling"),
+            trainer.forward_backward(batch[6:], "importance_sampling"),
+            trainer.optim_step(PARAMS, grad_scale=0.5),
+        )
+        loss = reference.backward(batch, importance_sampling)
+        norm = torch.cat([grad.flatten() for grad in reference.gradients().values()]).norm()
+        assert first.metrics["loss"] + second.metrics["loss"] == pytest.approx(loss, rel=1e-5)
+        assert first.metrics["num_loss_tokens"] == sum(d.num_loss_tokens for d in batch[:6])
+        assert step.grad_norm == pytest.approx(0.5 * float(norm), rel=1e-4)
+        assert step.policy_version == 1
+        peaks = [step.metrics[f"memory_peak_bytes_{verb}_max"] for verb in ("forward_backward", "optim_step")]
+        assert min(peaks) > 50e6
+        for datum, logprobs in zip(batch, first.logprobs + second.logprobs, strict=True):
+            expected = np.where(datum.weights != 0, reference.logprobs(datum).detach().numpy(), 0)
+            np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
-            with pytest.raises(ArithmeticError, match="my own mistake"):
-                await trainer.forward_backward(batch, raises)
-            with pytest.raises(RuntimeError, match="SystemExit: my own end"):
-                await trainer.forward_backward(batch, ends)
-            with pytest.raises(ValueError, match="without a gradient"):
-                await trainer.optim_step(PARAMS)
+        with pytest.raises(ArithmeticError, match="my own mistake"):
+            await trainer.forward_backward(batch, raises)
+        with pytest.raises(RuntimeError, match="SystemExit: my own end"):
+            await trainer.forward_backward(batch, ends)
+        with pytest.raises(ValueError, match="without a gradient"):
+            await trainer.optim_step(PARAMS)
 
-            await trainer.to("cpu", model=True, gradients=True, optimizer=True)  # where it is already
-            with pytest.raises(ValueError, match="device is 'tpu'; it must be 'cpu' or 'cuda'"):
-                await trainer.to("tpu", model=True)
-            await trainer.save_checkpoint(tmp_path / "checkpoint")
-            await trainer.export_hf(tmp_path / "export")
-            output = await trainer.forward(batch, entropy=True)
-            assert output.entropy is not None
-            assert [len(array) for array in output.entropy] == list(LENGTHS)
-            exported = ReferencePolicy(tmp_path / "export")
-            for datum, logprobs in zip(batch, output.logprobs, strict=True):
-                expected = np.where(datum.weights != 0, exported.logprobs(datum).detach().numpy(), 0)
-                np.testing.assert_allclose(logprobs, expected, atol=1e-5)
-
-    asyncio.run(controller())
+        await trainer.to("cpu", model=True, gradients=True, optimizer=True)  # where it is already
+        with pytest.raises(ValueError, match="device is 'tpu'; it must be 'cpu' or 'cuda'"):
+            await trainer.to("tpu", model=True)
+        await trainer.save_checkpoint(tmp_path / "checkpoint")
+        await trainer.export_hf(tmp_path / "export")
+        output = await trainer.forward(batch, entropy=True)
+        assert output.entropy is not None
+        assert [len(array) for array in output.entropy] == list(LENGTHS)
+        exported = ReferencePolicy(tmp_path / "export")
+        for datum, logprobs in zip(batch, output.logprobs, strict=True):
+            expected = np.where(datum.weights != 0, exported.logprobs(datum).detach().numpy(), 0)
+            np.testing.assert_allclose(logprobs, expected, atol=1e-5)
     one = load_engine(TrainerConfig(model=model, compute_dtype="float32"))
     assert one.load_checkpoint(tmp_path / "checkpoint") == 1
 
 
-def test_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
+async def test_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
     config = TrainerConfig(model=tiny_llama(tmp_path / "model"), max_tokens_per_microbatch=40)
     batch = random_batch(LENGTHS)
 
@@ -112,7 +109,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
             await trainer.forward_backward(batch, "ppo")
             await trainer.optim_step(PARAMS, grad_scale=0.1)
 
-    async def controller() -> None:
+    with meshes_in_process():
         async with launched(config, tmp_path / "logs") as trainer:
             await steps(trainer, 3)
             await trainer.save_checkpoint(tmp_path / "half")
@@ -123,9 +120,6 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
             assert await trainer.load_checkpoint(tmp_path / "half") == 3
             await steps(trainer, 3)
             await trainer.save_checkpoint(tmp_path / "resumed")
-
-    with meshes_in_process():
-        asyncio.run(controller())
     uninterrupted, resumed = state(config, tmp_path / "uninterrupted"), state(config, tmp_path / "resumed")
     assert uninterrupted.keys() == resumed.keys()
     assert all(torch.equal(uninterrupted[name], resumed[name]) for name in resumed)

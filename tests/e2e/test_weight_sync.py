@@ -36,119 +36,110 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.mark.slow  # in one process: tests/generator/test_pull.py::test_pulled_weights_equal_a_fresh_engines
-def test_pulled_weights_generate_what_a_fresh_generator_does(tmp_path: Path) -> None:
+async def test_pulled_weights_generate_what_a_fresh_generator_does(tmp_path: Path) -> None:
     directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
     exported = export(directory, perturbed(directory, 7), "bfloat16", tmp_path / "exported")
 
-    async def main() -> None:
-        async with (
-            running_store(logs) as store,
-            running_generator(directory, "bfloat16", logs, store) as generator,
-            running_generator(exported, "bfloat16", tmp_path / "fresh") as fresh,
-        ):
-            before, expected = await greedy(generator), [c.logprobs for c in await greedy(fresh)]
-            assert [c.logprobs for c in before] != expected
-            async with running_publisher(store, directory, "bfloat16", "shared_memory", logs) as publisher:
-                for version in (5, 6, 7):
-                    await publish(publisher, version, seed=version)
-                    await generator.pull_model_state_dict(version)
-            after = await greedy(generator)
-            assert await generator.version() == 7
-            assert [c.logprobs for c in after] == expected
-            assert {v for c in before for v in c.versions} == {0}
-            assert {v for c in after for v in c.versions} == {7}
-
-    asyncio.run(main())
+    async with (
+        running_store(logs) as store,
+        running_generator(directory, "bfloat16", logs, store) as generator,
+        running_generator(exported, "bfloat16", tmp_path / "fresh") as fresh,
+    ):
+        before, expected = await greedy(generator), [c.logprobs for c in await greedy(fresh)]
+        assert [c.logprobs for c in before] != expected
+        async with running_publisher(store, directory, "bfloat16", "shared_memory", logs) as publisher:
+            for version in (5, 6, 7):
+                await publish(publisher, version, seed=version)
+                await generator.pull_model_state_dict(version)
+        after = await greedy(generator)
+        assert await generator.version() == 7
+        assert [c.logprobs for c in after] == expected
+        assert {v for c in before for v in c.versions} == {0}
+        assert {v for c in after for v in c.versions} == {7}
 
 
 @pytest.mark.slow
-def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -> None:
+async def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -> None:
     directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
 
-    async def main() -> None:
-        async with running_store(logs) as store, running_generator(directory, "float32", logs, store) as generator:
-            with pytest.raises(UnknownVersionError, match="nothing was pushed yet"):
+    async with running_store(logs) as store, running_generator(directory, "float32", logs, store) as generator:
+        with pytest.raises(UnknownVersionError, match="nothing was pushed yet"):
+            await generator.pull_model_state_dict(1)
+        async with running_publisher(store, directory, "float32", "shared_memory", logs, num_ranks=1) as publisher:
+            for version in (1, 2, 3):
+                await publish(publisher, version, seed=version)
+            await generator.pull_model_state_dict(2)
+            reference = await greedy(generator)
+            with pytest.raises(UnknownVersionError, match="version 1 cannot be pulled; versions that can: 2, 3"):
                 await generator.pull_model_state_dict(1)
-            async with running_publisher(store, directory, "float32", "shared_memory", logs, num_ranks=1) as publisher:
-                for version in (1, 2, 3):
-                    await publish(publisher, version, seed=version)
-                await generator.pull_model_state_dict(2)
-                reference = await greedy(generator)
-                with pytest.raises(UnknownVersionError, match="version 1 cannot be pulled; versions that can: 2, 3"):
-                    await generator.pull_model_state_dict(1)
-                await renew(publisher, "bfloat16", "shared_memory")
-                await publish(publisher, 4, seed=4)
-                with pytest.raises(WeightsMismatchError, match=r"published as torch\.bfloat16.*holds torch\.float32"):
-                    await generator.pull_model_state_dict(4)
-                await renew(publisher, "float32", "shared_memory")
-                await publish(publisher, 5, seed=5, drop=("model.norm.weight",))
-                with pytest.raises(WeightsMismatchError, match=r"missing: model\.norm\.weight"):
-                    await generator.pull_model_state_dict(5)
-                await renew(publisher, "float32", "shared_memory")
-                await publish(publisher, 6, seed=6)
-                os.kill(publisher.pids[0], signal.SIGKILL)
-                with pytest.raises(MeshError):
-                    await publish(publisher, 7, seed=7)
-                with pytest.raises(WeightsError, match="which is gone; they have to be pushed again"):
-                    await generator.pull_model_state_dict(6)
-            async with running_publisher(store, directory, "float32", "auto", logs, num_ranks=1) as publisher:
-                await publish(publisher, 8, seed=8)
-                os.kill(store.mesh.pids[0], signal.SIGKILL)
-                with pytest.raises(WeightsError, match="version 9 was not published: TorchStore failed"):
-                    await publish(publisher, 9, seed=9)
-                with pytest.raises(WeightsError, match="TorchStore did not say which versions there are"):
-                    await generator.pull_model_state_dict(8)
-            assert await generator.version() == 2
-            assert await greedy(generator) == reference
-
-    asyncio.run(main())
+            await renew(publisher, "bfloat16", "shared_memory")
+            await publish(publisher, 4, seed=4)
+            with pytest.raises(WeightsMismatchError, match=r"published as torch\.bfloat16.*holds torch\.float32"):
+                await generator.pull_model_state_dict(4)
+            await renew(publisher, "float32", "shared_memory")
+            await publish(publisher, 5, seed=5, drop=("model.norm.weight",))
+            with pytest.raises(WeightsMismatchError, match=r"missing: model\.norm\.weight"):
+                await generator.pull_model_state_dict(5)
+            await renew(publisher, "float32", "shared_memory")
+            await publish(publisher, 6, seed=6)
+            os.kill(publisher.pids[0], signal.SIGKILL)
+            with pytest.raises(MeshError):
+                await publish(publisher, 7, seed=7)
+            with pytest.raises(WeightsError, match="which is gone; they have to be pushed again"):
+                await generator.pull_model_state_dict(6)
+        async with running_publisher(store, directory, "float32", "auto", logs, num_ranks=1) as publisher:
+            await publish(publisher, 8, seed=8)
+            os.kill(store.mesh.pids[0], signal.SIGKILL)
+            with pytest.raises(WeightsError, match="version 9 was not published: TorchStore failed"):
+                await publish(publisher, 9, seed=9)
+            with pytest.raises(WeightsError, match="TorchStore did not say which versions there are"):
+                await generator.pull_model_state_dict(8)
+        assert await generator.version() == 2
+        assert await greedy(generator) == reference
 
 
 @pytest.mark.slow
-def test_two_tensor_parallel_ranks_sample_as_the_model(tmp_path: Path) -> None:
+async def test_two_tensor_parallel_ranks_sample_as_the_model(tmp_path: Path) -> None:
     directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
     exported = export(directory, perturbed(directory, 2), "float32", tmp_path / "exported")
     reference = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     transports = (("shared_memory", 2), ("torchstore", 4))
 
-    async def main() -> None:
-        async with (
-            running_store(logs) as store,
-            running_generator(directory, "float32", logs, store, tensor_parallel=2) as generator,
-        ):
-            names = [name for pid in generator.mesh.pids for name in _shared_memory_of(pid)]
-            assert names
-            assert all(name.endswith("(deleted)") for name in names)  # so nothing is left, however the ranks end
-            async with running_publisher(store, directory, "float32", "auto", logs) as publisher:
-                for transport, version in transports:
-                    await renew(publisher, "float32", transport)
-                    await publish(publisher, version, seed=2)
-                    await generator.pull_model_state_dict(version)
-                    completions = await greedy(generator)
-                    for prompt, completion in zip(PROMPTS, completions, strict=True):
-                        assert_greedy(reference, prompt, completion)
-                    assert {v for c in completions for v in c.versions} == {version}
-                with pytest.raises(UnknownVersionError):
-                    await generator.pull_model_state_dict(1)
-                await renew(publisher, "float32", "shared_memory")
-                await publish(publisher, 6, seed=2)
-                long = SamplingParams(max_tokens=90, temperature=0)
-                running = [asyncio.create_task(generator.generate(PROMPTS[0], long)) for _ in range(50)]
-                await working(generator)
-                await generator.pull_model_state_dict(6, mode="inflight")
-                completions = [completion for (completion,) in await asyncio.gather(*running)]
-                assert all(list(completion.versions) == sorted(completion.versions) for completion in completions)
-                updated = [completion for completion in completions if set(completion.versions) == {4, 6}]
-                assert_greedy(reference, PROMPTS[0], updated[0])
-                await _without_shared_memory(publisher, generator, reference)
-            unseeded = SamplingParams(max_tokens=8)
-            together = [generator.generate(PROMPTS[0], unseeded, 3) for _ in range(6)]
-            assert [len(samples) for samples in await asyncio.gather(*together)] == [3] * 6
-            os.kill(generator.mesh.pids[1], signal.SIGKILL)
-            with pytest.raises(MeshError, match=r"generator: rank 1 \(process \d+\) died"):
-                await asyncio.wait_for(generator.generate(PROMPTS[0], unseeded), LIMIT_S)
-
-    asyncio.run(main())
+    async with (
+        running_store(logs) as store,
+        running_generator(directory, "float32", logs, store, tensor_parallel=2) as generator,
+    ):
+        names = [name for pid in generator.mesh.pids for name in _shared_memory_of(pid)]
+        assert names
+        assert all(name.endswith("(deleted)") for name in names)  # so nothing is left, however the ranks end
+        async with running_publisher(store, directory, "float32", "auto", logs) as publisher:
+            for transport, version in transports:
+                await renew(publisher, "float32", transport)
+                await publish(publisher, version, seed=2)
+                await generator.pull_model_state_dict(version)
+                completions = await greedy(generator)
+                for prompt, completion in zip(PROMPTS, completions, strict=True):
+                    assert_greedy(reference, prompt, completion)
+                assert {v for c in completions for v in c.versions} == {version}
+            with pytest.raises(UnknownVersionError):
+                await generator.pull_model_state_dict(1)
+            await renew(publisher, "float32", "shared_memory")
+            await publish(publisher, 6, seed=2)
+            long = SamplingParams(max_tokens=90, temperature=0)
+            running = [asyncio.create_task(generator.generate(PROMPTS[0], long)) for _ in range(50)]
+            await working(generator)
+            await generator.pull_model_state_dict(6, mode="inflight")
+            completions = [completion for (completion,) in await asyncio.gather(*running)]
+            assert all(list(completion.versions) == sorted(completion.versions) for completion in completions)
+            updated = [completion for completion in completions if set(completion.versions) == {4, 6}]
+            assert_greedy(reference, PROMPTS[0], updated[0])
+            await _without_shared_memory(publisher, generator, reference)
+        unseeded = SamplingParams(max_tokens=8)
+        together = [generator.generate(PROMPTS[0], unseeded, 3) for _ in range(6)]
+        assert [len(samples) for samples in await asyncio.gather(*together)] == [3] * 6
+        os.kill(generator.mesh.pids[1], signal.SIGKILL)
+        with pytest.raises(MeshError, match=r"generator: rank 1 \(process \d+\) died"):
+            await asyncio.wait_for(generator.generate(PROMPTS[0], unseeded), LIMIT_S)
 
 
 async def _without_shared_memory(publisher: Mesh, generator: GeneratorHandle, reference: Any) -> None:

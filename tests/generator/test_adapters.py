@@ -86,28 +86,27 @@ def test_more_adapters_than_slots_take_turns(tmp_path: Path, build_engine: Engin
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "torchstore"])
-def test_the_model_itself_is_pulled_under_adapters(tmp_path: Path, build_engine: EngineFactory, transport: Any) -> None:
+async def test_the_model_itself_is_pulled_under_adapters(
+    tmp_path: Path, build_engine: EngineFactory, transport: Any
+) -> None:
     directory, store = served_llama(tmp_path / "model", tied=True), FakeStore()
     engine, adapter = build_engine(directory, "float32", lora=TIGHT), random_adapter(directory, 1)
     publisher = WeightPublisher(torch.float32, transport, store=store)
     exported = export(directory, moved(directory, 5), torch.float32, tmp_path / "exported")
     fresh = build_engine(exported, "float32")
 
-    async def main() -> None:
-        await pull_adapter(engine, "a", 2, adapter)
-        for version in (4, 5):  # the first pull records its copies, the second repeats them
-            await publisher.publish(version, moved(directory, version).items())
-            await pull(engine, store, version)
-        assert [c.logprobs for c in await greedy(engine)] == [c.logprobs for c in await greedy(fresh)]
-        completions = await together(engine, [None, "a"])
-        assert _errors(completions, "a", merged(exported, adapter)) < 5e-5
-        assert {v for (p, _), c in completions.items() for v in c.versions if p is None} == {5}
-        assert {v for (p, _), c in completions.items() for v in c.versions if p == "a"} == {2}
-
-    asyncio.run(main())
+    await pull_adapter(engine, "a", 2, adapter)
+    for version in (4, 5):  # the first pull records its copies, the second repeats them
+        await publisher.publish(version, moved(directory, version).items())
+        await pull(engine, store, version)
+    assert [c.logprobs for c in await greedy(engine)] == [c.logprobs for c in await greedy(fresh)]
+    completions = await together(engine, [None, "a"])
+    assert _errors(completions, "a", merged(exported, adapter)) < 5e-5
+    assert {v for (p, _), c in completions.items() for v in c.versions if p is None} == {5}
+    assert {v for (p, _), c in completions.items() for v in c.versions if p == "a"} == {2}
 
 
-def test_what_cannot_be_served_is_named_and_harms_no_one(tmp_path: Path, build_engine: EngineFactory) -> None:
+async def test_what_cannot_be_served_is_named_and_harms_no_one(tmp_path: Path, build_engine: EngineFactory) -> None:
     directory = served_llama(tmp_path / "model", tied=True)
     engine = build_engine(directory, "float32", lora=TIGHT)
     adapter = random_adapter(directory, 1)
@@ -119,27 +118,24 @@ def test_what_cannot_be_served_is_named_and_harms_no_one(tmp_path: Path, build_e
         with pytest.raises(ValueError, match=message):
             await call
 
-    async def main() -> None:
-        await pull_adapter(engine, "a", 1, adapter)
-        before = await together(engine, [None, "a"])
-        running = asyncio.create_task(together(engine, [None, "a"]))
-        await refused(
-            r"'b' has rank 9; this generator takes ranks of at most 8 \(LoRALimits.max_rank\)",
-            pull_adapter(engine, "b", 1, random_adapter(directory, 1, too_wide), too_wide),
-        )
-        await refused("adapts model.layers.2.mlp.down_proj, which", pull_adapter(engine, "b", 1, foreign))
-        await refused("lora_A.weight is .* instead of", pull_adapter(engine, "b", 1, halved))
-        await refused("published as torch.bfloat16", pull_adapter(engine, "b", 1, adapter, dtype=torch.bfloat16))
-        await refused("'b', which this generator does not have; it has None, 'a'", _sample(engine, "b"))
-        await refused(r"\('a', 3\), which this generator does not have", _sample(engine, ("a", 3)))
-        await refused("policy is 'b', which", engine.drop_policy("b"))
-        for version in (2, 3, 4, 5):
-            await pull_adapter(engine, "a", version, adapter, frozen=True)
-        await refused(r"holds 5 adapters and frozen versions; drop one", pull_adapter(engine, "b", 1, adapter))
-        for completions in (await running, await together(engine, [None, "a"])):
-            assert {key: c.tokens for key, c in completions.items()} == {key: c.tokens for key, c in before.items()}
-
-    asyncio.run(main())
+    await pull_adapter(engine, "a", 1, adapter)
+    before = await together(engine, [None, "a"])
+    running = asyncio.create_task(together(engine, [None, "a"]))
+    await refused(
+        r"'b' has rank 9; this generator takes ranks of at most 8 \(LoRALimits.max_rank\)",
+        pull_adapter(engine, "b", 1, random_adapter(directory, 1, too_wide), too_wide),
+    )
+    await refused("adapts model.layers.2.mlp.down_proj, which", pull_adapter(engine, "b", 1, foreign))
+    await refused("lora_A.weight is .* instead of", pull_adapter(engine, "b", 1, halved))
+    await refused("published as torch.bfloat16", pull_adapter(engine, "b", 1, adapter, dtype=torch.bfloat16))
+    await refused("'b', which this generator does not have; it has None, 'a'", _sample(engine, "b"))
+    await refused(r"\('a', 3\), which this generator does not have", _sample(engine, ("a", 3)))
+    await refused("policy is 'b', which", engine.drop_policy("b"))
+    for version in (2, 3, 4, 5):
+        await pull_adapter(engine, "a", version, adapter, frozen=True)
+    await refused(r"holds 5 adapters and frozen versions; drop one", pull_adapter(engine, "b", 1, adapter))
+    for completions in (await running, await together(engine, [None, "a"])):
+        assert {key: c.tokens for key, c in completions.items()} == {key: c.tokens for key, c in before.items()}
 
 
 async def _sample(engine: GenerationEngine, policy: Policy) -> list[Completion]:

@@ -16,7 +16,7 @@ from generator.engine import GenerationEngine
 from generator.engine_calls import EngineStatus, EngineStoppedError
 from rl.types import Completion, SamplingParams
 from tests.generator.engines import EngineFactory
-from tests.generator.running import run_paced, started
+from tests.generator.running import started
 from tests.generator.served_models import served_llama
 from tests.waiting import until, wait_until
 
@@ -183,30 +183,25 @@ def test_stop_token_and_stop_string_end_a_completion(engine: GenerationEngine, m
     assert word in tokenizer.decode(by_string.tokens)
 
 
-def test_a_request_joins_those_that_run(engine: GenerationEngine) -> None:
-    async def main() -> None:
-        finished: list[str] = []
+@pytest.mark.paced
+async def test_a_request_joins_those_that_run(engine: GenerationEngine) -> None:
+    finished: list[str] = []
 
-        async def request(name: str, max_tokens: int) -> None:
-            sampling = SamplingParams(max_tokens=max_tokens, temperature=0, stop_token_ids=())
-            await engine.generate(PROMPT, sampling)
-            finished.append(name)
+    async def request(name: str, max_tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, stop_token_ids=())
+        await engine.generate(PROMPT, sampling)
+        finished.append(name)
 
-        long = asyncio.create_task(request("long", 80))
-        await started(engine, num_tokens=2)
-        short = asyncio.create_task(request("short", 2))
-        await asyncio.gather(long, short)
-        assert finished == ["short", "long"]
-
-    run_paced(main())
+    long = asyncio.create_task(request("long", 80))
+    await started(engine, num_tokens=2)
+    short = asyncio.create_task(request("short", 2))
+    await asyncio.gather(long, short)
+    assert finished == ["short", "long"]
 
 
-def test_more_requests_than_places_all_finish(engine: GenerationEngine) -> None:
-    async def main() -> list[list[Completion]]:
-        sampling = SamplingParams(max_tokens=5, seed=0)
-        return list(await asyncio.gather(*(engine.generate([3 + i, 9], sampling, 2) for i in range(20))))
-
-    groups = asyncio.run(main())
+async def test_more_requests_than_places_all_finish(engine: GenerationEngine) -> None:
+    sampling = SamplingParams(max_tokens=5, seed=0)
+    groups = list(await asyncio.gather(*(engine.generate([3 + i, 9], sampling, 2) for i in range(20))))
     assert [len(group) for group in groups] == [2] * 20
 
 
@@ -239,47 +234,40 @@ def test_the_load_has_what_ran_what_waited_and_what_was_cached(engine: Generatio
     assert engine.load.take()["engine_prefix_hits"] == (len(PROMPT) - 1) // size * size / len(PROMPT)
 
 
-def test_seeded_prompts_longer_than_a_batch_end_no_engine(engine: GenerationEngine) -> None:
-    async def main() -> None:
-        sampling = SamplingParams(max_tokens=2, seed=0)
-        await asyncio.gather(*(engine.generate([(i + j) % 60 for j in range(120)], sampling) for i in range(30)))
-
-    asyncio.run(main())
+async def test_seeded_prompts_longer_than_a_batch_end_no_engine(engine: GenerationEngine) -> None:
+    sampling = SamplingParams(max_tokens=2, seed=0)
+    await asyncio.gather(*(engine.generate([(i + j) % 60 for j in range(120)], sampling) for i in range(30)))
 
 
-def test_what_cannot_be_served_raises_and_harms_nobody(engine: GenerationEngine) -> None:
-    async def main() -> None:
-        running = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=40, temperature=0)))
-        await started(engine, num_tokens=1)
-        with pytest.raises(ValueError, match="Token id 9999 is out of vocabulary"):
-            await engine.generate([5, 9999], SamplingParams(max_tokens=5))
-        with pytest.raises(ValueError, match="Token id -3 is out of vocabulary"):
-            await engine.generate([5, -3], SamplingParams(max_tokens=5))
-        with pytest.raises(ValueError, match=r"stop_token_ids has 9999; token ids are between 0 and \d+$"):
-            await engine.generate(PROMPT, SamplingParams(max_tokens=5, stop_token_ids=(5, 9999)))
-        assert len((await running)[0].tokens) == len((await running)[0].versions)
-        as_numpy = await engine.generate(cast(Any, np.array(PROMPT)), SamplingParams(max_tokens=5, temperature=0))
-        assert as_numpy == await engine.generate(PROMPT, SamplingParams(max_tokens=5, temperature=0))
-
-    run_paced(main())
+@pytest.mark.paced
+async def test_what_cannot_be_served_raises_and_harms_nobody(engine: GenerationEngine) -> None:
+    running = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=40, temperature=0)))
+    await started(engine, num_tokens=1)
+    with pytest.raises(ValueError, match="Token id 9999 is out of vocabulary"):
+        await engine.generate([5, 9999], SamplingParams(max_tokens=5))
+    with pytest.raises(ValueError, match="Token id -3 is out of vocabulary"):
+        await engine.generate([5, -3], SamplingParams(max_tokens=5))
+    with pytest.raises(ValueError, match=r"stop_token_ids has 9999; token ids are between 0 and \d+$"):
+        await engine.generate(PROMPT, SamplingParams(max_tokens=5, stop_token_ids=(5, 9999)))
+    assert len((await running)[0].tokens) == len((await running)[0].versions)
+    as_numpy = await engine.generate(cast(Any, np.array(PROMPT)), SamplingParams(max_tokens=5, temperature=0))
+    assert as_numpy == await engine.generate(PROMPT, SamplingParams(max_tokens=5, temperature=0))
 
 
-def test_a_cancelled_call_frees_its_place(engine: GenerationEngine) -> None:
-    async def main() -> None:
-        sampling = SamplingParams(max_tokens=90, seed=0)
-        calls = [asyncio.create_task(engine.generate(PROMPT, sampling, 8)) for _ in range(3)]
-        await until(lambda: engine.num_unfinished > 8, "more requests than places")
-        steps_before = engine.status().num_steps
-        for call in calls:
-            call.cancel()
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(result) for result in results] == [asyncio.CancelledError] * 3
-        # All eight places are taken if cancelling did not free them; 24 completions of 90 tokens would come first.
-        await engine.generate(SHORT, SamplingParams(max_tokens=2, temperature=0))
-        assert engine.num_unfinished == 0
-        assert engine.status().num_steps - steps_before < 90
-
-    run_paced(main())
+@pytest.mark.paced
+async def test_a_cancelled_call_frees_its_place(engine: GenerationEngine) -> None:
+    sampling = SamplingParams(max_tokens=90, seed=0)
+    calls = [asyncio.create_task(engine.generate(PROMPT, sampling, 8)) for _ in range(3)]
+    await until(lambda: engine.num_unfinished > 8, "more requests than places")
+    steps_before = engine.status().num_steps
+    for call in calls:
+        call.cancel()
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(result) for result in results] == [asyncio.CancelledError] * 3
+    # All eight places are taken if cancelling did not free them; 24 completions of 90 tokens would come first.
+    await engine.generate(SHORT, SamplingParams(max_tokens=2, temperature=0))
+    assert engine.num_unfinished == 0
+    assert engine.status().num_steps - steps_before < 90
 
 
 def test_a_closed_engine_says_so(build_engine: EngineFactory, model: Path) -> None:

@@ -15,12 +15,12 @@ from rl.weights.store import find_record
 from rl.weights.version import UnknownVersionError, WeightsError
 from tests.generator.engines import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, export, greedy, moved, pull
-from tests.generator.running import run_paced, started, versions_of
+from tests.generator.running import started, versions_of
 from tests.generator.served_models import served_llama
 from tests.stores import FakeStore, key_of
 from trainer.push import WeightPublisher
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.paced]
 
 LONG = SamplingParams(max_tokens=90, temperature=0)
 
@@ -36,54 +36,50 @@ async def _updated_midway(engine: GenerationEngine, store: FakeStore, version: i
 @pytest.mark.parametrize(
     "dtype", ["float32", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bfloat16", "float16"))]
 )
-def test_the_rest_of_a_completion_is_a_fresh_engines(tmp_path: Path, build_engine: EngineFactory, dtype: str) -> None:
+async def test_the_rest_of_a_completion_is_a_fresh_engines(
+    tmp_path: Path, build_engine: EngineFactory, dtype: str
+) -> None:
     directory, torch_dtype = served_llama(tmp_path / "model", tied=True), getattr(torch, dtype)
     engine, store = build_engine(directory, dtype), FakeStore()
     fresh = build_engine(export(directory, moved(directory, 3), torch_dtype, tmp_path / "exported"), dtype)
 
-    async def main() -> None:
-        (undisturbed,) = await engine.generate(PROMPTS[0], LONG)
-        await WeightPublisher(torch_dtype, store=store).publish(3, moved(directory, 3).items())
-        completion = await _updated_midway(engine, store, 3)
-        spans = versions_of(completion)
-        assert set(spans) == {0, 3}
-        num_old = spans[0]
-        assert completion.tokens[:num_old] == undisturbed.tokens[:num_old]
-        assert completion.logprobs[:num_old] == undisturbed.logprobs[:num_old]
-        prompt = [*PROMPTS[0], *completion.tokens[:num_old]]
-        (rest,) = await fresh.generate(prompt, SamplingParams(max_tokens=90 - num_old, temperature=0))
-        assert completion.tokens[num_old:] == rest.tokens
-        assert completion.logprobs[num_old:] == rest.logprobs
-        # A prompt that was computed under the old weights is not found in the prefix cache.
-        assert await greedy(engine) == [_at_version(c, 3) for c in await greedy(fresh)]
-
-    run_paced(main())
+    (undisturbed,) = await engine.generate(PROMPTS[0], LONG)
+    await WeightPublisher(torch_dtype, store=store).publish(3, moved(directory, 3).items())
+    completion = await _updated_midway(engine, store, 3)
+    spans = versions_of(completion)
+    assert set(spans) == {0, 3}
+    num_old = spans[0]
+    assert completion.tokens[:num_old] == undisturbed.tokens[:num_old]
+    assert completion.logprobs[:num_old] == undisturbed.logprobs[:num_old]
+    prompt = [*PROMPTS[0], *completion.tokens[:num_old]]
+    (rest,) = await fresh.generate(prompt, SamplingParams(max_tokens=90 - num_old, temperature=0))
+    assert completion.tokens[num_old:] == rest.tokens
+    assert completion.logprobs[num_old:] == rest.logprobs
+    # A prompt that was computed under the old weights is not found in the prefix cache.
+    assert await greedy(engine) == [_at_version(c, 3) for c in await greedy(fresh)]
 
 
 def _at_version(completion: Completion, version: int) -> Completion:
     return replace(completion, versions=(version,) * len(completion.tokens))
 
 
-def test_what_attention_kept_stays_on_request(tmp_path: Path, build_engine: EngineFactory) -> None:
+async def test_what_attention_kept_stays_on_request(tmp_path: Path, build_engine: EngineFactory) -> None:
     directory = served_llama(tmp_path / "model", tied=True)
     engine, store = build_engine(directory, "float32"), FakeStore()
     fresh = build_engine(export(directory, moved(directory, 3), torch.float32, tmp_path / "exported"), "float32")
 
-    async def main() -> None:
-        await WeightPublisher(torch.float32, store=store).publish(3, moved(directory, 3).items())
-        completion = await _updated_midway(engine, store, 3, keep_prefix_cache=True)
-        spans = versions_of(completion)
-        assert set(spans) == {0, 3}
-        prompt = [*PROMPTS[0], *completion.tokens[: spans[0]]]
-        (rest,) = await fresh.generate(prompt, SamplingParams(max_tokens=90 - spans[0], temperature=0))
-        assert completion.logprobs[spans[0] :] != rest.logprobs  # its attention still sees the old weights' keys
-        await pull(engine, store, 3)
-        assert await greedy(engine) == [_at_version(c, 3) for c in await greedy(fresh)]
-
-    run_paced(main())
+    await WeightPublisher(torch.float32, store=store).publish(3, moved(directory, 3).items())
+    completion = await _updated_midway(engine, store, 3, keep_prefix_cache=True)
+    spans = versions_of(completion)
+    assert set(spans) == {0, 3}
+    prompt = [*PROMPTS[0], *completion.tokens[: spans[0]]]
+    (rest,) = await fresh.generate(prompt, SamplingParams(max_tokens=90 - spans[0], temperature=0))
+    assert completion.logprobs[spans[0] :] != rest.logprobs  # its attention still sees the old weights' keys
+    await pull(engine, store, 3)
+    assert await greedy(engine) == [_at_version(c, 3) for c in await greedy(fresh)]
 
 
-def test_many_updates_lose_no_request(tmp_path: Path, build_engine: EngineFactory) -> None:
+async def test_many_updates_lose_no_request(tmp_path: Path, build_engine: EngineFactory) -> None:
     directory = served_llama(tmp_path / "model", tied=True)
     engine, store = build_engine(directory, "float32", max_num_seqs=32), FakeStore()
     publisher = WeightPublisher(torch.float32, store=store)
@@ -94,25 +90,22 @@ def test_many_updates_lose_no_request(tmp_path: Path, build_engine: EngineFactor
             sampling = SamplingParams(max_tokens=60 + index % 7, seed=100 * turn + index)
             completions += await engine.generate(PROMPTS[index % len(PROMPTS)], sampling)
 
-    async def main() -> None:
-        completions: list[Completion] = []
-        streams = asyncio.gather(*(stream(index, completions) for index in range(32)))
-        version = 0
-        while not streams.done():
-            version += 1
-            await publisher.publish(version, weights[version % 3].items())
-            await pull(engine, store, version, mode="inflight", keep_prefix_cache=version % 3 == 0)
-        await streams
-        assert version >= 10
-        assert len(completions) == 96
-        spans = [versions_of(completion) for completion in completions]
-        assert sum(len(span) > 1 for span in spans) > 32
-        assert max(max(span) for span in spans) <= version
-
-    run_paced(main())
+    completions: list[Completion] = []
+    streams = asyncio.gather(*(stream(index, completions) for index in range(32)))
+    version = 0
+    while not streams.done():
+        version += 1
+        await publisher.publish(version, weights[version % 3].items())
+        await pull(engine, store, version, mode="inflight", keep_prefix_cache=version % 3 == 0)
+    await streams
+    assert version >= 10
+    assert len(completions) == 96
+    spans = [versions_of(completion) for completion in completions]
+    assert sum(len(span) > 1 for span in spans) > 32
+    assert max(max(span) for span in spans) <= version
 
 
-def test_an_update_that_fails_leaves_requests_running(
+async def test_an_update_that_fails_leaves_requests_running(
     tmp_path: Path, build_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = served_llama(tmp_path / "model", tied=True)
@@ -124,29 +117,26 @@ def test_an_update_that_fails_leaves_requests_running(
             await pull(engine, store, version, mode="inflight")
         await asyncio.wait(running)
 
-    async def main() -> None:
-        (undisturbed,) = await engine.generate(PROMPTS[0], LONG)
-        await WeightPublisher(torch.float32, "torchstore", store=store).publish(7, moved(directory, 7).items())
-        del store.values[key_of(await find_record(store, 7), "model.norm.weight")]
-        for version, error in ((6, UnknownVersionError), (7, WeightsError)):
-            running = [asyncio.create_task(engine.generate(PROMPTS[0], LONG))]
-            await failing(running, version, error)
-            assert running[0].result() == [undisturbed]
-        publisher = WeightPublisher(torch.float32, store=store)
-        for version in (1, 2):
-            await publisher.publish(version, moved(directory, version).items())
-        running = [asyncio.create_task(engine.generate(prompt, LONG, 1)) for prompt in PROMPTS[:2]]
-        with monkeypatch.context() as no_memory:
-            no_memory.setattr("generator.pull.pack_weights", _fail)
-            await failing(running, 2, MemoryError)
-        for task in running:
-            with pytest.raises(WeightsError, match="incomplete since a failed update"):
-                task.result()
-        await pull(engine, store, 1, mode="inflight")
-        assert {v for c in await greedy(engine) for v in c.versions} == {1}
-        assert len(await engine.generate(PROMPTS[0], GREEDY)) == 1
-
-    run_paced(main())
+    (undisturbed,) = await engine.generate(PROMPTS[0], LONG)
+    await WeightPublisher(torch.float32, "torchstore", store=store).publish(7, moved(directory, 7).items())
+    del store.values[key_of(await find_record(store, 7), "model.norm.weight")]
+    for version, error in ((6, UnknownVersionError), (7, WeightsError)):
+        running = [asyncio.create_task(engine.generate(PROMPTS[0], LONG))]
+        await failing(running, version, error)
+        assert running[0].result() == [undisturbed]
+    publisher = WeightPublisher(torch.float32, store=store)
+    for version in (1, 2):
+        await publisher.publish(version, moved(directory, version).items())
+    running = [asyncio.create_task(engine.generate(prompt, LONG, 1)) for prompt in PROMPTS[:2]]
+    with monkeypatch.context() as no_memory:
+        no_memory.setattr("generator.pull.pack_weights", _fail)
+        await failing(running, 2, MemoryError)
+    for task in running:
+        with pytest.raises(WeightsError, match="incomplete since a failed update"):
+            task.result()
+    await pull(engine, store, 1, mode="inflight")
+    assert {v for c in await greedy(engine) for v in c.versions} == {1}
+    assert len(await engine.generate(PROMPTS[0], GREEDY)) == 1
 
 
 def _fail(*_: object) -> None:

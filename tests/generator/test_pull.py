@@ -18,7 +18,7 @@ from rl.weights.store import INDEX_KEY, find_record
 from rl.weights.version import TRANSPORTS, UnknownVersionError, WeightsError, WeightsMismatchError
 from tests.generator.engines import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, check_pulls, export, greedy, moved, pull
-from tests.generator.running import run_paced, started
+from tests.generator.running import started
 from tests.generator.served_models import served_llama, served_mistral, served_qwen3
 from tests.rl.weights.host_sharing import HostSharing
 from tests.stores import FakeStore, key_of
@@ -69,7 +69,7 @@ def _part_frozen(directory: Path, version: int, frozen: int) -> tuple[dict[str, 
     return {**moved(directory, version), **{name: fixed[name] for name in names}}, names
 
 
-def test_frozen_tensors_are_pulled_once(
+async def test_frozen_tensors_are_pulled_once(
     tmp_path: Path, build_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that has other weights in between, rests, or is told that they changed, gets them again."""
@@ -94,29 +94,26 @@ def test_frozen_tensors_are_pulled_once(
         assert [c.logprobs for c in await greedy(engine)] == expected
         assert [c.logprobs for c in await greedy(started_later)] == expected
 
-    async def main() -> None:
-        for version in (1, 2, 3):
-            weights, names = _part_frozen(directory, version, 1)
-            await publisher.publish(version, weights.items(), names)
-            await pull(engine, store, version)
-        await other.publish(9, moved(directory, 9).items(), names)
-        await pull(engine, elsewhere, 9)
-        await pull(engine, store, 3)
-        await check(3, 1)
-        await engine.rest(asleep=True)
-        await engine.rest(asleep=False)
-        await pull(engine, store, 3)
-        publisher.forget_frozen()
-        await publisher.publish(4, moved(directory, 4).items(), names)
-        await pull(engine, store, 4)
-        assert loaded == [False, False, True, True, True, True]
-        await check(4, 4)
-
-    asyncio.run(main())
+    for version in (1, 2, 3):
+        weights, names = _part_frozen(directory, version, 1)
+        await publisher.publish(version, weights.items(), names)
+        await pull(engine, store, version)
+    await other.publish(9, moved(directory, 9).items(), names)
+    await pull(engine, elsewhere, 9)
+    await pull(engine, store, 3)
+    await check(3, 1)
+    await engine.rest(asleep=True)
+    await engine.rest(asleep=False)
+    await pull(engine, store, 3)
+    publisher.forget_frozen()
+    await publisher.publish(4, moved(directory, 4).items(), names)
+    await pull(engine, store, 4)
+    assert loaded == [False, False, True, True, True, True]
+    await check(4, 4)
 
 
 @pytest.mark.stranger("A1")
-def test_a_tied_model_whose_files_repeat_the_head(tmp_path: Path, build_engine: EngineFactory) -> None:
+async def test_a_tied_model_whose_files_repeat_the_head(tmp_path: Path, build_engine: EngineFactory) -> None:
     plain = served_qwen3(tmp_path / "plain", tied=True)
     weights = load_file(plain / "model.safetensors")
     repeated = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
@@ -124,60 +121,52 @@ def test_a_tied_model_whose_files_repeat_the_head(tmp_path: Path, build_engine: 
     engine, store = build_engine(directory, "float32"), FakeStore()
     publisher = WeightPublisher(torch.float32, store=store)
 
-    async def main() -> None:
-        assert [c.logprobs for c in await greedy(engine)] == [
-            c.logprobs for c in await greedy(build_engine(plain, "float32"))
-        ]
-        for version in (1, 2):
-            await publisher.publish(version, moved(plain, version).items())
-            await pull(engine, store, version)
-        fresh = build_engine(export(plain, moved(plain, 2), torch.float32, tmp_path / "exported"), "float32")
-        assert [c.logprobs for c in await greedy(engine)] == [c.logprobs for c in await greedy(fresh)]
-
-    asyncio.run(main())
+    assert [c.logprobs for c in await greedy(engine)] == [
+        c.logprobs for c in await greedy(build_engine(plain, "float32"))
+    ]
+    for version in (1, 2):
+        await publisher.publish(version, moved(plain, version).items())
+        await pull(engine, store, version)
+    fresh = build_engine(export(plain, moved(plain, 2), torch.float32, tmp_path / "exported"), "float32")
+    assert [c.logprobs for c in await greedy(engine)] == [c.logprobs for c in await greedy(fresh)]
 
 
 @pytest.mark.slow  # tests/e2e/test_grpo.py pulls this model too, and compares its scores with the trainer's
-def test_the_real_model_takes_in_new_weights(tmp_path: Path, build_engine: EngineFactory, smollm2: Path) -> None:
+async def test_the_real_model_takes_in_new_weights(tmp_path: Path, build_engine: EngineFactory, smollm2: Path) -> None:
     # Its matrices are large enough for every way in which vLLM packs weights on the CPU.
     engine, store = build_engine(smollm2, "bfloat16"), FakeStore()
     weights = {name: 1.01 * tensor.float() for name, tensor in load_file(smollm2 / "model.safetensors").items()}
     few = SamplingParams(max_tokens=3, temperature=0)  # a CPU without bfloat16 takes a second for each
 
-    async def main() -> None:
-        before = await greedy(engine, few)
-        await WeightPublisher(torch.bfloat16, store=store).publish(1, weights.items())
-        await pull(engine, store, 1)
-        after = await greedy(engine, few)
-        fresh = build_engine(export(smollm2, weights, torch.bfloat16, tmp_path / "exported"), "bfloat16")
-        assert [c.logprobs for c in after] == [c.logprobs for c in await greedy(fresh, few)]
-        assert [c.logprobs for c in after] != [c.logprobs for c in before]
-
-    asyncio.run(main())
+    before = await greedy(engine, few)
+    await WeightPublisher(torch.bfloat16, store=store).publish(1, weights.items())
+    await pull(engine, store, 1)
+    after = await greedy(engine, few)
+    fresh = build_engine(export(smollm2, weights, torch.bfloat16, tmp_path / "exported"), "bfloat16")
+    assert [c.logprobs for c in after] == [c.logprobs for c in await greedy(fresh, few)]
+    assert [c.logprobs for c in after] != [c.logprobs for c in before]
 
 
-def test_running_requests_finish_under_their_weights(tmp_path: Path, build_engine: EngineFactory) -> None:
+@pytest.mark.paced
+async def test_running_requests_finish_under_their_weights(tmp_path: Path, build_engine: EngineFactory) -> None:
     directory = served_llama(tmp_path / "model", tied=True)
     engine, store = build_engine(directory, "float32"), FakeStore()
     publisher = WeightPublisher(torch.float32, store=store)
 
-    async def main() -> None:
-        await publisher.publish(4, moved(directory, 4).items())
-        sampling = SamplingParams(max_tokens=60, seed=0)
-        running = asyncio.create_task(engine.generate(PROMPTS[0], sampling, 4))
-        await started(engine)
-        pulling = asyncio.create_task(pull(engine, store, 4))
-        await until(lambda: engine._backlog, "the pull to wait")  # pyright: ignore[reportPrivateUsage]
-        later = asyncio.create_task(engine.generate(PROMPTS[0], sampling, 4))
-        await pulling
-        assert {v for c in await running for v in c.versions} == {0}
-        assert {v for c in await later for v in c.versions} == {4}
-        assert [c.tokens for c in await later] != [c.tokens for c in await running]
-
-    run_paced(main())
+    await publisher.publish(4, moved(directory, 4).items())
+    sampling = SamplingParams(max_tokens=60, seed=0)
+    running = asyncio.create_task(engine.generate(PROMPTS[0], sampling, 4))
+    await started(engine)
+    pulling = asyncio.create_task(pull(engine, store, 4))
+    await until(lambda: engine._backlog, "the pull to wait")  # pyright: ignore[reportPrivateUsage]
+    later = asyncio.create_task(engine.generate(PROMPTS[0], sampling, 4))
+    await pulling
+    assert {v for c in await running for v in c.versions} == {0}
+    assert {v for c in await later for v in c.versions} == {4}
+    assert [c.tokens for c in await later] != [c.tokens for c in await running]
 
 
-def test_what_does_not_fit_leaves_the_old_weights(tmp_path: Path, build_engine: EngineFactory) -> None:
+async def test_what_does_not_fit_leaves_the_old_weights(tmp_path: Path, build_engine: EngineFactory) -> None:
     directory = served_llama(tmp_path / "model", tied=True)
     engine = build_engine(directory, "float32")
     weights = moved(directory, 1)
@@ -189,69 +178,60 @@ def test_what_does_not_fit_leaves_the_old_weights(tmp_path: Path, build_engine: 
         (torch.float32, {**weights, norm: torch.zeros(64)}, r"of another shape: .*norm\.weight \(64,\) instead of"),
     ]
 
-    async def main() -> None:
-        before = await greedy(engine)
-        for dtype, tensors, message in wrong:
-            store = FakeStore()
-            await WeightPublisher(dtype, store=store).publish(1, tensors.items())
-            with pytest.raises(WeightsMismatchError, match=message):
-                await pull(engine, store, 1)
-        assert engine.version == 0
-        assert await greedy(engine) == before
-
-    asyncio.run(main())
+    before = await greedy(engine)
+    for dtype, tensors, message in wrong:
+        store = FakeStore()
+        await WeightPublisher(dtype, store=store).publish(1, tensors.items())
+        with pytest.raises(WeightsMismatchError, match=message):
+            await pull(engine, store, 1)
+    assert engine.version == 0
+    assert await greedy(engine) == before
 
 
-def test_versions_that_are_gone_are_refused_by_name(tmp_path: Path, build_engine: EngineFactory) -> None:
+async def test_versions_that_are_gone_are_refused_by_name(tmp_path: Path, build_engine: EngineFactory) -> None:
     directory = served_llama(tmp_path / "model", tied=True)
     engine, store = build_engine(directory, "float32"), FakeStore()
     publisher = WeightPublisher(torch.float32, store=store)
 
-    async def main() -> None:
-        with pytest.raises(UnknownVersionError, match="nothing was pushed yet"):
-            await pull(engine, store, 1)
-        for version in (1, 2):
-            await publisher.publish(version, moved(directory, version).items())
-        stale = await find_record(store, 1)
-        await pull(engine, store, 1)  # the one before the newest is still whole
-        before = await greedy(engine)
-        await publisher.publish(3, moved(directory, 3).items())
-        with pytest.raises(UnknownVersionError, match="versions that can: 2, 3"):
-            await pull(engine, store, 1)
-        with pytest.raises(UnknownVersionError, match="its buffer holds version 3 by now"):
-            await engine.update_weights(stale, store)
-        assert engine.version == 1
-        assert await greedy(engine) == before
-
-    asyncio.run(main())
+    with pytest.raises(UnknownVersionError, match="nothing was pushed yet"):
+        await pull(engine, store, 1)
+    for version in (1, 2):
+        await publisher.publish(version, moved(directory, version).items())
+    stale = await find_record(store, 1)
+    await pull(engine, store, 1)  # the one before the newest is still whole
+    before = await greedy(engine)
+    await publisher.publish(3, moved(directory, 3).items())
+    with pytest.raises(UnknownVersionError, match="versions that can: 2, 3"):
+        await pull(engine, store, 1)
+    with pytest.raises(UnknownVersionError, match="its buffer holds version 3 by now"):
+        await engine.update_weights(stale, store)
+    assert engine.version == 1
+    assert await greedy(engine) == before
 
 
-def test_a_corrupted_tensor_leaves_the_old_weights(tmp_path: Path, build_engine: EngineFactory) -> None:
+async def test_a_corrupted_tensor_leaves_the_old_weights(tmp_path: Path, build_engine: EngineFactory) -> None:
     directory = served_llama(tmp_path / "model", tied=True)
     engine, store = build_engine(directory, "float32"), FakeStore()
     publisher = WeightPublisher(torch.float32, store=store)
 
-    async def main() -> None:
-        before = await greedy(engine)
-        await publisher.publish(1, moved(directory, 1).items())
-        record = await find_record(store, 1)
-        buffer = WeightBuffer.open(record.location, writable=True)
-        norm = buffer.tensor(next(spec for spec in record.manifest if spec.name == "model.norm.weight"))
-        norm[3] += 1e-3
-        with pytest.raises(WeightsError, match=r"version 1 is corrupted: 'model\.norm\.weight' is not what"):
-            await pull(engine, store, 1)
-        assert engine.version == 0
-        assert await greedy(engine) == before
-        norm[3] -= 1e-3
-        await publisher.publish(2, moved(directory, 2).items())
-        await pull(engine, store, 2)
-        assert engine.version == 2
-
-    asyncio.run(main())
+    before = await greedy(engine)
+    await publisher.publish(1, moved(directory, 1).items())
+    record = await find_record(store, 1)
+    buffer = WeightBuffer.open(record.location, writable=True)
+    norm = buffer.tensor(next(spec for spec in record.manifest if spec.name == "model.norm.weight"))
+    norm[3] += 1e-3
+    with pytest.raises(WeightsError, match=r"version 1 is corrupted: 'model\.norm\.weight' is not what"):
+        await pull(engine, store, 1)
+    assert engine.version == 0
+    assert await greedy(engine) == before
+    norm[3] -= 1e-3
+    await publisher.publish(2, moved(directory, 2).items())
+    await pull(engine, store, 2)
+    assert engine.version == 2
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_torchstore_carries_wrongly_leaves_the_old_weights(
+async def test_what_torchstore_carries_wrongly_leaves_the_old_weights(
     tmp_path: Path, build_engine: EngineFactory, packed: bool
 ) -> None:
     # Matrices of 32 rows and more are packed in float32 on any processor; the last pull may have packed from a buffer.
@@ -259,74 +239,65 @@ def test_what_torchstore_carries_wrongly_leaves_the_old_weights(
     engine, store = build_engine(directory, "float32"), FakeStore()
     norm, head = "model.norm.weight", "model.embed_tokens.weight"
 
-    async def main() -> None:
-        if packed:
-            in_memory = WeightPublisher(torch.float32, "shared_memory", store=store)
-            for version in (1, 2):
-                await in_memory.publish(version, moved(directory, version).items())
-                await pull(engine, store, version)
-        old_version, before = engine.version, await greedy(engine)
-        publisher = WeightPublisher(torch.float32, "torchstore", store=store)
-        for version, name, wrong, message in (
-            (3, norm, None, r"TorchStore lost 'model\.norm\.weight' of version 3"),
-            (4, norm, lambda t: t + 1e-3, r"version 4 is corrupted: 'model\.norm\.weight' .*its checksum is"),  # pyright: ignore[reportUnknownLambdaType]
-            (5, head, lambda t: t[:-1], r"version 5 is corrupted: 'model\.embed_tokens\.weight' .*it is \(63, 128\)"),  # pyright: ignore[reportUnknownLambdaType]
-            (6, norm, lambda t: t.to(torch.float64), r"corrupted: .*it is \(128,\) of torch\.float64"),  # pyright: ignore[reportUnknownLambdaType]
-        ):
-            await publisher.publish(version, moved(directory, version).items())
-            key = key_of(await find_record(store, version), name)
-            value = store.values.pop(key)
-            if wrong is not None:
-                store.values[key] = wrong(value)
-            with pytest.raises(WeightsError, match=message):
-                await pull(engine, store, version)
-            assert engine.version == old_version
-            assert await greedy(engine) == before
-            store.values[key] = value
-        await pull(engine, store, 6)
-        assert {v for c in await greedy(engine) for v in c.versions} == {6}
-
-    asyncio.run(main())
+    if packed:
+        in_memory = WeightPublisher(torch.float32, "shared_memory", store=store)
+        for version in (1, 2):
+            await in_memory.publish(version, moved(directory, version).items())
+            await pull(engine, store, version)
+    old_version, before = engine.version, await greedy(engine)
+    publisher = WeightPublisher(torch.float32, "torchstore", store=store)
+    for version, name, wrong, message in (
+        (3, norm, None, r"TorchStore lost 'model\.norm\.weight' of version 3"),
+        (4, norm, lambda t: t + 1e-3, r"version 4 is corrupted: 'model\.norm\.weight' .*its checksum is"),  # pyright: ignore[reportUnknownLambdaType]
+        (5, head, lambda t: t[:-1], r"version 5 is corrupted: 'model\.embed_tokens\.weight' .*it is \(63, 128\)"),  # pyright: ignore[reportUnknownLambdaType]
+        (6, norm, lambda t: t.to(torch.float64), r"corrupted: .*it is \(128,\) of torch\.float64"),  # pyright: ignore[reportUnknownLambdaType]
+    ):
+        await publisher.publish(version, moved(directory, version).items())
+        key = key_of(await find_record(store, version), name)
+        value = store.values.pop(key)
+        if wrong is not None:
+            store.values[key] = wrong(value)
+        with pytest.raises(WeightsError, match=message):
+            await pull(engine, store, version)
+        assert engine.version == old_version
+        assert await greedy(engine) == before
+        store.values[key] = value
+    await pull(engine, store, 6)
+    assert {v for c in await greedy(engine) for v in c.versions} == {6}
 
 
-def test_half_loaded_weights_are_never_sampled_from(
+async def test_half_loaded_weights_are_never_sampled_from(
     tmp_path: Path, build_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = served_llama(tmp_path / "model", tied=True)
     engine, store = build_engine(directory, "float32"), FakeStore()
     publisher = WeightPublisher(torch.float32, store=store)
 
-    async def main() -> None:
-        for version in (1, 2):
-            await publisher.publish(version, moved(directory, version).items())
-        with monkeypatch.context() as no_memory:
-            no_memory.setattr("generator.pull.pack_weights", _fail)
-            with pytest.raises(MemoryError):
-                await pull(engine, store, 2)
-        with pytest.raises(WeightsError, match="incomplete since a failed update"):
-            await engine.generate(PROMPTS[0], GREEDY)
-        await pull(engine, store, 1)
-        assert {v for c in await greedy(engine) for v in c.versions} == {1}
-
-    asyncio.run(main())
+    for version in (1, 2):
+        await publisher.publish(version, moved(directory, version).items())
+    with monkeypatch.context() as no_memory:
+        no_memory.setattr("generator.pull.pack_weights", _fail)
+        with pytest.raises(MemoryError):
+            await pull(engine, store, 2)
+    with pytest.raises(WeightsError, match="incomplete since a failed update"):
+        await engine.generate(PROMPTS[0], GREEDY)
+    await pull(engine, store, 1)
+    assert {v for c in await greedy(engine) for v in c.versions} == {1}
 
 
 def _fail(*_: object) -> None:
     raise MemoryError
 
 
-def test_weights_of_another_host_name_their_transport(
+async def test_weights_of_another_host_name_their_transport(
     tmp_path: Path, build_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = served_llama(tmp_path / "model", tied=True)
     engine, store = build_engine(directory, "float32"), FakeStore()
 
-    async def main() -> None:
-        with monkeypatch.context() as elsewhere:
-            elsewhere.setattr("trainer.push.host_identity", lambda: "another host")
-            await WeightPublisher(torch.float32, store=store).publish(1, moved(directory, 1).items())
-        assert store.values[INDEX_KEY][0].host == "another host"
-        with pytest.raises(ValueError, match="needs weight_transport='network'"):
-            await pull(engine, store, 1)
-
-    asyncio.run(main())
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("trainer.push.host_identity", lambda: "another host")
+        await WeightPublisher(torch.float32, store=store).publish(1, moved(directory, 1).items())
+    assert store.values[INDEX_KEY][0].host == "another host"
+    with pytest.raises(ValueError, match="needs weight_transport='network'"):
+        await pull(engine, store, 1)

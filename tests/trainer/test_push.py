@@ -322,26 +322,23 @@ def test_an_unknown_transport_is_named() -> None:
         WeightPublisher(torch.float32, "rdma")
 
 
-def test_a_new_version_of_unchanged_weights_is_warned_of() -> None:
-    async def main() -> None:
-        store = FakeStore()
-        publisher = WeightPublisher(torch.bfloat16, store=store)
-        weights = {"large": torch.zeros(500, 400), "odd": torch.zeros(3)}
-        await publisher.publish(1, weights.items())
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            await publisher.publish(1, weights.items())  # the same version, on purpose
-            weights["large"][100, 77] = 1.0  # between the blocks that a checksum looks at
-            await publisher.publish(2, weights.items())
-            weights["odd"][2] = 1.0
-            await publisher.publish(3, weights.items())
-            weights["large"] += 1.0
-            await publisher.publish(4, weights.items())
-        weights["large"] += 1e-6  # lost in bfloat16
-        with pytest.warns(UserWarning, match="version 5 is published with exactly the weights of version 4"):
-            await publisher.publish(5, weights.items())
-
-    asyncio.run(main())
+async def test_a_new_version_of_unchanged_weights_is_warned_of() -> None:
+    store = FakeStore()
+    publisher = WeightPublisher(torch.bfloat16, store=store)
+    weights = {"large": torch.zeros(500, 400), "odd": torch.zeros(3)}
+    await publisher.publish(1, weights.items())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        await publisher.publish(1, weights.items())  # the same version, on purpose
+        weights["large"][100, 77] = 1.0  # between the blocks that a checksum looks at
+        await publisher.publish(2, weights.items())
+        weights["odd"][2] = 1.0
+        await publisher.publish(3, weights.items())
+        weights["large"] += 1.0
+        await publisher.publish(4, weights.items())
+    weights["large"] += 1e-6  # lost in bfloat16
+    with pytest.warns(UserWarning, match="version 5 is published with exactly the weights of version 4"):
+        await publisher.publish(5, weights.items())
 
 
 def test_too_little_shared_memory_falls_back_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

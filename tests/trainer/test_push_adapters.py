@@ -39,30 +39,27 @@ def _num_buffers() -> int:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "torchstore"])
-def test_every_policy_has_versions_of_its_own(transport: str) -> None:
+async def test_every_policy_has_versions_of_its_own(transport: str) -> None:
     store = FakeStore()
 
-    async def main() -> None:
-        policies = (None, "a", "b")
-        for policy, version in zip(policies, (7, 0, 7), strict=True):
-            rank = 4 if policy == "b" else 8
-            tensors = _tensors(version, rank=rank).items()
-            await _publisher(store, policy, rank=rank, transport=transport).publish(version, tensors)
-        records = [await find_record(store, v, policy) for policy, v in zip(policies, (7, 0, 7), strict=True)]
-        assert [(record.policy, record.lora) for record in records] == [
-            (None, None),
-            ("a", LoRAConfig(rank=8, alpha=16)),
-            ("b", LoRAConfig(rank=4, alpha=16)),
-        ]
-        with pytest.raises(UnknownVersionError, match="version 7 cannot be pulled; versions that can: 0"):
-            await find_record(store, 7, "a")
-        assert len({key_of(record, A) for record in records}) == 3
-
-    asyncio.run(main())
+    policies = (None, "a", "b")
+    for policy, version in zip(policies, (7, 0, 7), strict=True):
+        rank = 4 if policy == "b" else 8
+        tensors = _tensors(version, rank=rank).items()
+        await _publisher(store, policy, rank=rank, transport=transport).publish(version, tensors)
+    records = [await find_record(store, v, policy) for policy, v in zip(policies, (7, 0, 7), strict=True)]
+    assert [(record.policy, record.lora) for record in records] == [
+        (None, None),
+        ("a", LoRAConfig(rank=8, alpha=16)),
+        ("b", LoRAConfig(rank=4, alpha=16)),
+    ]
+    with pytest.raises(UnknownVersionError, match="version 7 cannot be pulled; versions that can: 0"):
+        await find_record(store, 7, "a")
+    assert len({key_of(record, A) for record in records}) == 3
 
 
 @pytest.mark.seconds
-def test_a_dropped_adapter_leaves_nothing_and_harms_no_other() -> None:
+async def test_a_dropped_adapter_leaves_nothing_and_harms_no_other() -> None:
     store, mapped_before = FakeStore(), _num_buffers()
     receiver = SharedMemoryReceiver()
 
@@ -70,29 +67,26 @@ def test_a_dropped_adapter_leaves_nothing_and_harms_no_other() -> None:
         with receiver.open(record, None) as memory:
             return memory.tensor(record.manifest[0]).clone()
 
-    async def main() -> None:
-        kept, dropped = _publisher(store, "kept"), _publisher(store, "dropped")
-        in_store = _publisher(store, "in_store", transport="torchstore")
-        for publisher in (kept, dropped, in_store):
-            for version in (1, 2):
-                await publisher.publish(version, _tensors(version).items())
-        records = [await find_record(store, 2, policy) for policy in ("kept", "dropped")]
-        for record in records:
-            assert torch.equal(read(record), _tensors(2)[A].bfloat16())
-        await dropped.close()
-        await in_store.close()
-        assert set(store.values) == {f"{INDEX_KEY}/adapters/kept"}
-        with pytest.raises(UnknownVersionError, match="nothing was pushed yet"):
-            await find_record(store, 2, "dropped")
-        await kept.publish(3, _tensors(3).items())
-        # The reader lets go of the dropped adapter's buffer when it meets the next one that it does not know.
-        assert torch.equal(read(await find_record(store, 3, "kept")), _tensors(3)[A].bfloat16())
-        assert _num_buffers() - mapped_before == 4  # two, mapped by the publisher and by the reader
-        again = _publisher(store, "dropped")
-        await again.publish(0, _tensors(5).items())
-        assert torch.equal(read(await find_record(store, 0, "dropped")), _tensors(5)[A].bfloat16())
-
-    asyncio.run(main())
+    kept, dropped = _publisher(store, "kept"), _publisher(store, "dropped")
+    in_store = _publisher(store, "in_store", transport="torchstore")
+    for publisher in (kept, dropped, in_store):
+        for version in (1, 2):
+            await publisher.publish(version, _tensors(version).items())
+    records = [await find_record(store, 2, policy) for policy in ("kept", "dropped")]
+    for record in records:
+        assert torch.equal(read(record), _tensors(2)[A].bfloat16())
+    await dropped.close()
+    await in_store.close()
+    assert set(store.values) == {f"{INDEX_KEY}/adapters/kept"}
+    with pytest.raises(UnknownVersionError, match="nothing was pushed yet"):
+        await find_record(store, 2, "dropped")
+    await kept.publish(3, _tensors(3).items())
+    # The reader lets go of the dropped adapter's buffer when it meets the next one that it does not know.
+    assert torch.equal(read(await find_record(store, 3, "kept")), _tensors(3)[A].bfloat16())
+    assert _num_buffers() - mapped_before == 4  # two, mapped by the publisher and by the reader
+    again = _publisher(store, "dropped")
+    await again.publish(0, _tensors(5).items())
+    assert torch.equal(read(await find_record(store, 0, "dropped")), _tensors(5)[A].bfloat16())
 
 
 def test_a_publisher_that_published_nothing_closes() -> None:

@@ -143,20 +143,17 @@ WORKS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_work_that_solves_nothing_is_paid(command: str) -> None:
-    async def main() -> dict[str, float]:
-        limit = asyncio.Semaphore(2)
+async def test_no_work_that_solves_nothing_is_paid(command: str) -> None:
+    limit = asyncio.Semaphore(2)
 
-        async def one(text: str) -> float:
-            async with limit:
-                work = left({"sums.py": text})
-                run = partial(vars(programs)["_in_a_fresh_sandbox"], PROGRAM, TASK, work)
-                return await COMMANDS[command](TASK, work, Attempt(exit_code=0, output="", calls=(), run=run))
+    async def one(text: str) -> float:
+        async with limit:
+            work = left({"sums.py": text})
+            run = partial(vars(programs)["_in_a_fresh_sandbox"], PROGRAM, TASK, work)
+            return await COMMANDS[command](TASK, work, Attempt(exit_code=0, output="", calls=(), run=run))
 
-        earned = await asyncio.gather(*map(one, [*WORKS.values(), RIGHT]))
-        return dict(zip([*WORKS, "right"], earned, strict=True))
-
-    assert asyncio.run(main()) == {**dict.fromkeys(WORKS, 0.0), "right": 1.0}
+    earned = await asyncio.gather(*map(one, [*WORKS.values(), RIGHT]))
+    assert dict(zip([*WORKS, "right"], earned, strict=True)) == {**dict.fromkeys(WORKS, 0.0), "right": 1.0}
 
 
 PLANTED = {

@@ -76,7 +76,7 @@ async def _same_tokens(task: AgentTask, work: Work, attempt: Attempt) -> float:
     return float(failed)
 
 
-def test_sessions_survive_generators_and_leave_nothing(tmp_path: Path) -> None:
+async def test_sessions_survive_generators_and_leave_nothing(tmp_path: Path) -> None:
     config = GeneratorConfig(dtype="float32", max_model_len=2048, max_num_seqs=64, num_replicas=2)
     model, before, memory = chat_model(tmp_path / "model"), descendants(), list[int]()
     limits = SessionLimits(max_calls=10**6, max_sampled_tokens=10**9)
@@ -90,28 +90,25 @@ def test_sessions_survive_generators_and_leave_nothing(tmp_path: Path) -> None:
             await until(lambda: router.states != ("serving", "serving"), "its end to be noticed")
             await until(lambda: router.states == ("serving", "serving"), "both to serve again")
 
-    async def main() -> None:
-        async with Launcher(tmp_path / "logs") as launcher:
-            router = await launcher.generator(model, config)
-            assert isinstance(router, GeneratorRouter)
-            async with agent_endpoint(router, SamplingParams(max_tokens=24, seed=0), limits) as endpoint:
-                argv = [sys.executable, "-I", "-S", "-c", SCRIPT, str(SECONDS), "{prompt}"]
-                program = Program(argv=argv, sandbox="local", time_limit_s=4 * SECONDS, max_at_once=NUM_SESSIONS)
-                tasks = [AgentTask(id=str(i), prompt=str(i)) for i in range(NUM_SESSIONS)]
-                killing = asyncio.create_task(kill_each(router, time.monotonic()))
-                groups = await run_agents(endpoint, program, tasks, _same_tokens)
-                await killing
-                memory.append(psutil.Process().memory_info().rss)
-        assert [failure for group in groups for failure in group.failures] == []
-        sessions = [session for group in groups for session in group.sessions]
-        assert len(sessions) == NUM_SESSIONS
-        for session in sessions:
-            scored = sum(datum.num_loss_tokens for datum in session_to_data(session, 1.0))
-            assert scored == session.num_sampled_tokens
-        calls, retries = sum(len(trained_calls(session)) for session in sessions), sum(s.reward for s in sessions)
-        print(f"{calls} calls, {retries:g} asked again, {[rss >> 20 for rss in memory]} MiB")
-        assert retries > 0
-        assert memory[-1] - memory[0] < calls * MOST_OF_A_CALL
-
-    asyncio.run(main())
+    async with Launcher(tmp_path / "logs") as launcher:
+        router = await launcher.generator(model, config)
+        assert isinstance(router, GeneratorRouter)
+        async with agent_endpoint(router, SamplingParams(max_tokens=24, seed=0), limits) as endpoint:
+            argv = [sys.executable, "-I", "-S", "-c", SCRIPT, str(SECONDS), "{prompt}"]
+            program = Program(argv=argv, sandbox="local", time_limit_s=4 * SECONDS, max_at_once=NUM_SESSIONS)
+            tasks = [AgentTask(id=str(i), prompt=str(i)) for i in range(NUM_SESSIONS)]
+            killing = asyncio.create_task(kill_each(router, time.monotonic()))
+            groups = await run_agents(endpoint, program, tasks, _same_tokens)
+            await killing
+            memory.append(psutil.Process().memory_info().rss)
+    assert [failure for group in groups for failure in group.failures] == []
+    sessions = [session for group in groups for session in group.sessions]
+    assert len(sessions) == NUM_SESSIONS
+    for session in sessions:
+        scored = sum(datum.num_loss_tokens for datum in session_to_data(session, 1.0))
+        assert scored == session.num_sampled_tokens
+    calls, retries = sum(len(trained_calls(session)) for session in sessions), sum(s.reward for s in sessions)
+    print(f"{calls} calls, {retries:g} asked again, {[rss >> 20 for rss in memory]} MiB")
+    assert retries > 0
+    assert memory[-1] - memory[0] < calls * MOST_OF_A_CALL
     wait_until(lambda: not set(descendants()) - set(before), "the processes to end")

@@ -1,6 +1,5 @@
 """Families of models: after three pulls an engine equals a fresh one bit by bit, and transformers in float32."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -27,20 +26,17 @@ def test_pulls_equal_a_fresh_engine(tmp_path: Path, build_engine: EngineFactory,
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", pytest.param("deepseek_v3", marks=[pytest.mark.slow]), "gemma4"])
-def test_adapters_are_those_of_the_merged_model(tmp_path: Path, build_engine: EngineFactory, name: str) -> None:
+async def test_adapters_are_those_of_the_merged_model(tmp_path: Path, build_engine: EngineFactory, name: str) -> None:
     directory = MODELS[name][1](tmp_path / "model")
     lora = LoRAConfig(rank=4, alpha=8.0, train_mlp=name == "gemma4")
     limits = LoRALimits(max_rank=8, max_adapters=1, max_loaded=1)
     engine, adapter = build_engine(directory, "float32", lora=limits), random_adapter(directory, 1, lora)
 
-    async def main() -> None:
-        await pull_adapter(engine, "a", 1, adapter, lora)
-        for policy, model in ((None, merged(directory, {})), ("a", merged(directory, adapter, lora))):
-            for prompt in PROMPTS:
-                (completion,) = await engine.generate(prompt, GREEDY, policy=policy)
-                assert largest_error(model, prompt, completion) < 5e-5
-
-    asyncio.run(main())
+    await pull_adapter(engine, "a", 1, adapter, lora)
+    for policy, model in ((None, merged(directory, {})), ("a", merged(directory, adapter, lora))):
+        for prompt in PROMPTS:
+            (completion,) = await engine.generate(prompt, GREEDY, policy=policy)
+            assert largest_error(model, prompt, completion) < 5e-5
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Weights of a mixture between the processes of a trainer and of a tensor-parallel generator."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -24,21 +23,18 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.mark.slow
-def test_experts_on_two_tensor_parallel_ranks(tmp_path: Path) -> None:
+async def test_experts_on_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     directory, logs = served_qwen3_moe(tmp_path / "model"), tmp_path / "logs"
 
-    async def main() -> None:
-        async with (
-            running_store(logs) as store,
-            running_generator(directory, "float32", logs, store, tensor_parallel=2) as generator,
-            running_publisher(store, directory, "float32", "shared_memory", logs) as publisher,
-        ):
-            for version in (1, 2, 3):
-                await publish(publisher, version, seed=version)
-                await generator.pull_model_state_dict(version)
-            exported = export(directory, perturbed(directory, 3), "float32", tmp_path / "exported")
-            reference = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-            for prompt, completion in zip(PROMPTS, await greedy(generator), strict=True):
-                assert_greedy(reference, prompt, completion)
-
-    asyncio.run(main())
+    async with (
+        running_store(logs) as store,
+        running_generator(directory, "float32", logs, store, tensor_parallel=2) as generator,
+        running_publisher(store, directory, "float32", "shared_memory", logs) as publisher,
+    ):
+        for version in (1, 2, 3):
+            await publish(publisher, version, seed=version)
+            await generator.pull_model_state_dict(version)
+        exported = export(directory, perturbed(directory, 3), "float32", tmp_path / "exported")
+        reference = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+        for prompt, completion in zip(PROMPTS, await greedy(generator), strict=True):
+            assert_greedy(reference, prompt, completion)

@@ -48,7 +48,7 @@ def left(name: SandboxName, code: str, seconds: float = 60, place: BoxConfig = D
     return asyncio.run(in_a_box(name, place, use))
 
 
-def test_a_program_has_a_folder_and_reaches_the_endpoint(tmp_path: Path, name: SandboxName) -> None:
+async def test_a_program_has_a_folder_and_reaches_the_endpoint(tmp_path: Path, name: SandboxName) -> None:
     code = (
         "import os, socket, sys\n"
         "endpoint = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
@@ -63,28 +63,25 @@ def test_a_program_has_a_folder_and_reaches_the_endpoint(tmp_path: Path, name: S
         await writer.drain()
         writer.close()
 
-    async def main() -> None:
-        servers = [
-            await asyncio.start_server(count, "127.0.0.1", 0),
-            await asyncio.start_unix_server(count, tmp_path / "s"),
-        ]
-        port = servers[0].sockets[0].getsockname()[1]
+    servers = [
+        await asyncio.start_server(count, "127.0.0.1", 0),
+        await asyncio.start_unix_server(count, tmp_path / "s"),
+    ]
+    port = servers[0].sockets[0].getsockname()[1]
 
-        async def use(box: Box) -> None:
-            await box.put("a/in.txt", "in ")
-            ended = await box.run(python(code, str(port)), {"SAID": "hello"}, 60)
-            assert (ended.exit_code, ended.output) == (3, "done\n")
-            work = await box.files()
-            assert (work.names, work.read("out.txt")) == (["a/in.txt", "out.txt"], b"in 3000000hello")
-            with pytest.raises(RuntimeError, match="no-such-program"):
-                await box.run(["no-such-program"], {}, 60)
+    async def use(box: Box) -> None:
+        await box.put("a/in.txt", "in ")
+        ended = await box.run(python(code, str(port)), {"SAID": "hello"}, 60)
+        assert (ended.exit_code, ended.output) == (3, "done\n")
+        work = await box.files()
+        assert (work.names, work.read("out.txt")) == (["a/in.txt", "out.txt"], b"in 3000000hello")
+        with pytest.raises(RuntimeError, match="no-such-program"):
+            await box.run(["no-such-program"], {}, 60)
 
-        for path in (None, tmp_path / "s"):
-            await in_a_box(name, BoxConfig(url=f"http://127.0.0.1:{port}", socket=path), use)
-        for server in servers:
-            server.close()
-
-    asyncio.run(main())
+    for path in (None, tmp_path / "s"):
+        await in_a_box(name, BoxConfig(url=f"http://127.0.0.1:{port}", socket=path), use)
+    for server in servers:
+        server.close()
 
 
 def test_no_process_outlives_a_box(tmp_path: Path, name: SandboxName) -> None:
@@ -221,7 +218,7 @@ def test_three_thousand_nested_folders_cost_nothing(tmp_path: Path, name: Sandbo
     assert not (tmp_path / "top").exists()
 
 
-def test_many_programs_at_once_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_programs_at_once_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each hangs, forks, fills its disk and writes links; those beside them are served."""
     need_box("namespaces")
     bad = (
@@ -241,14 +238,10 @@ def test_many_programs_at_once_leave_nothing(tmp_path: Path, monkeypatch: pytest
         async with limit:
             return await in_a_box("namespaces", place, use)
 
-    async def main() -> None:
-        nonlocal limit
-        limit = asyncio.Semaphore(16)
-        said = await asyncio.gather(*map(one, range(40)))
-        assert said[1::2] == ["42\n"] * 20
-
     limit = asyncio.Semaphore(1)
-    asyncio.run(main())
+    limit = asyncio.Semaphore(16)
+    said = await asyncio.gather(*map(one, range(40)))
+    assert said[1::2] == ["42\n"] * 20
     assert not _sleepers()
     assert not [*tmp_path.iterdir()]
 

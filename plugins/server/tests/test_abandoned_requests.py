@@ -22,6 +22,8 @@ from plugins.server.tests.toy_model import ToyGenerator, ToyHost
 from rl.types import Completion
 from tests.waiting import run_virtual
 
+pytestmark = pytest.mark.virtual
+
 
 class EndlessGenerator(ToyGenerator):
     """Samples for ever."""
@@ -62,63 +64,54 @@ async def begin_samples(gateway: Gateway, session: ClientSession, num: int) -> l
 
 
 @pytest.mark.parametrize("call", ["run", "save"])
-def test_a_client_that_the_database_refused_is_made_later(
+async def test_a_client_that_the_database_refused_is_made_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     def fail(_: object) -> None:
         raise OSError("database or disk is full")
 
-    async def body() -> None:
-        gateway, _, session = make_gateway(tmp_path)
-        source = types.CreateModelRequest(session_id=session.id, model_seq_id=0, base_model="toy")
-        await gateway.create(source).wait(20)
-        name = types.SaveWeightsRequest(model_id=f"{session.id}:train:0", seq_id=1, path="one")
-        saved = await gateway.submit(name, lambda client: client.save("weights", name)).wait(20)
-        assert saved is not None
-        path = json.loads(saved.content)["path"]
-        request = types.LoadWeightsRequest(session_id=session.id, model_seq_id=1, path=path, optimizer=False)
-        with monkeypatch.context() as patch:
-            patch.setattr(gateway.database, call, fail)
-            with pytest.raises(OSError, match="disk is full"):
-                gateway.create_from(request)
-        assert gateway.answers.num_waiting == 0
-        result = await gateway.create_from(request).wait(20)
-        assert result is not None
-        assert b"error" not in result.content
-        await gateway.close()
-
-    run_virtual(body())
+    gateway, _, session = make_gateway(tmp_path)
+    source = types.CreateModelRequest(session_id=session.id, model_seq_id=0, base_model="toy")
+    await gateway.create(source).wait(20)
+    name = types.SaveWeightsRequest(model_id=f"{session.id}:train:0", seq_id=1, path="one")
+    saved = await gateway.submit(name, lambda client: client.save("weights", name)).wait(20)
+    assert saved is not None
+    path = json.loads(saved.content)["path"]
+    request = types.LoadWeightsRequest(session_id=session.id, model_seq_id=1, path=path, optimizer=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(gateway.database, call, fail)
+        with pytest.raises(OSError, match="disk is full"):
+            gateway.create_from(request)
+    assert gateway.answers.num_waiting == 0
+    result = await gateway.create_from(request).wait(20)
+    assert result is not None
+    assert b"error" not in result.content
+    await gateway.close()
 
 
-def test_a_cancelled_sample_has_a_result_and_others_go_on(tmp_path: Path) -> None:
-    async def body() -> None:
-        gateway, generator, session = make_gateway(tmp_path)
-        first, second = await begin_samples(gateway, session, 2)
-        gateway.samplers.cancel(first.id)
-        result = await first.wait(20)
-        assert result is not None
-        assert b"the request was cancelled" in result.content
-        assert (gateway.answers.num_waiting, generator.num_running, second.done) == (1, 1, False)
-        gateway.samplers.cancel(first.id)  # a client may repeat it
-        await gateway.close()
-        assert generator.num_running == 0
-
-    run_virtual(body())
+async def test_a_cancelled_sample_has_a_result_and_others_go_on(tmp_path: Path) -> None:
+    gateway, generator, session = make_gateway(tmp_path)
+    first, second = await begin_samples(gateway, session, 2)
+    gateway.samplers.cancel(first.id)
+    result = await first.wait(20)
+    assert result is not None
+    assert b"the request was cancelled" in result.content
+    assert (gateway.answers.num_waiting, generator.num_running, second.done) == (1, 1, False)
+    gateway.samplers.cancel(first.id)  # a client may repeat it
+    await gateway.close()
+    assert generator.num_running == 0
 
 
-def test_the_end_of_a_session_ends_its_samples_alone(tmp_path: Path) -> None:
-    async def body() -> None:
-        gateway, generator, session = make_gateway(tmp_path)
-        request = types.CreateSessionRequest(tags=[], user_metadata=None, sdk_version="0.38.0")
-        other = gateway.open_session(request)
-        await begin_samples(gateway, session, 100)
-        (kept,) = await begin_samples(gateway, other, 1)
-        assert generator.num_running == 101
-        await gateway.end_session(session.id)
-        assert (generator.num_running, len(gateway.answers), kept.done) == (1, 1, False)
-        await gateway.close()
-
-    run_virtual(body())
+async def test_the_end_of_a_session_ends_its_samples_alone(tmp_path: Path) -> None:
+    gateway, generator, session = make_gateway(tmp_path)
+    request = types.CreateSessionRequest(tags=[], user_metadata=None, sdk_version="0.38.0")
+    other = gateway.open_session(request)
+    await begin_samples(gateway, session, 100)
+    (kept,) = await begin_samples(gateway, other, 1)
+    assert generator.num_running == 101
+    await gateway.end_session(session.id)
+    assert (generator.num_running, len(gateway.answers), kept.done) == (1, 1, False)
+    await gateway.close()
 
 
 def test_requests_of_a_client_that_disconnects_are_aborted(tmp_path: Path) -> None:

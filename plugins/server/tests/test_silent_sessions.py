@@ -12,7 +12,8 @@ from tinker import types
 
 from ownloop_server.gateway import SESSION_S, ClientSession, Gateway
 from plugins.server.tests.toy_model import ToyGenerator, ToyHost
-from tests.waiting import run_virtual
+
+pytestmark = pytest.mark.virtual
 
 
 class StubbornGenerator(ToyGenerator):
@@ -43,20 +44,19 @@ async def begin_session(gateway: Gateway) -> ClientSession:
     return session
 
 
-def test_one_that_fails_to_end_does_not_keep_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    async def body() -> None:
-        host = ToyHost()
-        host.generator = generator = StubbornGenerator(host)
-        gateway = Gateway([host.served(tmp_path / "recovery")], tmp_path)
-        async with gateway.running():
-            for num_ended in (1, 2):
-                session = await begin_session(gateway)
-                await asyncio.sleep(SESSION_S / 2)
-                assert gateway.session(session.id) is session  # a heartbeat
-                await asyncio.sleep(SESSION_S * 0.9)
-                assert gateway.training
-                await asyncio.sleep(SESSION_S * 0.2)
-                assert (gateway.sessions, gateway.training, generator.num_asked) == ({}, {}, num_ended)
-
-    run_virtual(body())
+async def test_one_that_fails_to_end_does_not_keep_the_others(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    host = ToyHost()
+    host.generator = generator = StubbornGenerator(host)
+    gateway = Gateway([host.served(tmp_path / "recovery")], tmp_path)
+    async with gateway.running():
+        for num_ended in (1, 2):
+            session = await begin_session(gateway)
+            await asyncio.sleep(SESSION_S / 2)
+            assert gateway.session(session.id) is session  # a heartbeat
+            await asyncio.sleep(SESSION_S * 0.9)
+            assert gateway.training
+            await asyncio.sleep(SESSION_S * 0.2)
+            assert (gateway.sessions, gateway.training, generator.num_asked) == ({}, {}, num_ended)
     assert capfd.readouterr().err.count("ValueError: no replica has it") >= 2

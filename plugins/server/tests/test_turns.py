@@ -10,6 +10,8 @@ pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, i
 from ownloop_server.answers import Answers, PendingCall, ResponseBody, Turns
 from tests.waiting import run_virtual
 
+pytestmark = pytest.mark.virtual
+
 
 def test_any_order_of_arrival_gives_the_order_of_the_numbers() -> None:
     async def main(numbers: list[int]) -> list[int]:
@@ -46,51 +48,45 @@ def test_any_order_of_arrival_gives_the_order_of_the_numbers() -> None:
         assert run_virtual(main(numbers)) == list(range(50))
 
 
-def test_results_are_forgotten_some_time_after_they_were_fetched() -> None:
-    async def main() -> None:
-        answers = Answers()
-        fetched, _ = answers.open("fetched", "session", b"")
-        kept, _ = answers.open("kept", "session", b"")
-        for pending in (fetched, kept):
-            pending.set(ResponseBody.json({}))
-        await fetched.wait(1)
-        answers.sweep()
-        assert len(answers) == 2  # a client may ask again
-        await asyncio.sleep(100)
-        answers.sweep()
-        assert answers.find(fetched.id) is None
-        assert answers.find(kept.id) is kept
-        waiting, _ = answers.open("waiting", "session", b"")
-        await asyncio.sleep(2000)
-        answers.sweep()
-        assert answers.find(kept.id) is None  # nobody asked for it
-        assert answers.find(waiting.id) is waiting
-        answers.forget_owner("session")
-        assert len(answers) == 0
-
-    run_virtual(main())
+async def test_results_are_forgotten_some_time_after_they_were_fetched() -> None:
+    answers = Answers()
+    fetched, _ = answers.open("fetched", "session", b"")
+    kept, _ = answers.open("kept", "session", b"")
+    for pending in (fetched, kept):
+        pending.set(ResponseBody.json({}))
+    await fetched.wait(1)
+    answers.sweep()
+    assert len(answers) == 2  # a client may ask again
+    await asyncio.sleep(100)
+    answers.sweep()
+    assert answers.find(fetched.id) is None
+    assert answers.find(kept.id) is kept
+    waiting, _ = answers.open("waiting", "session", b"")
+    await asyncio.sleep(2000)
+    answers.sweep()
+    assert answers.find(kept.id) is None  # nobody asked for it
+    assert answers.find(waiting.id) is waiting
+    answers.forget_owner("session")
+    assert len(answers) == 0
 
 
-def test_calls_that_wait_end_with_the_model() -> None:
-    async def main() -> list[bytes]:
-        turns, answers = Turns("model"), Answers()
+async def test_calls_that_wait_end_with_the_model() -> None:
+    turns, answers = Turns("model"), Answers()
 
-        async def long() -> ResponseBody:
-            await asyncio.sleep(0.05)
-            return ResponseBody.json({"whole": True})
+    async def long() -> ResponseBody:
+        await asyncio.sleep(0.05)
+        return ResponseBody.json({"whole": True})
 
-        async def never() -> ResponseBody:
-            raise AssertionError("its turn never comes")
+    async def never() -> ResponseBody:
+        raise AssertionError("its turn never comes")
 
-        pending = [answers.open(number, "session", b"")[0] for number in (0, 1, 7)]
-        turns.put(0, long, pending[0])
-        turns.put(1, never, pending[1])
-        turns.put(7, never, pending[2])
-        await asyncio.sleep(0.01)
-        await turns.close()
-        found = [await each.wait(1) for each in pending]
-        return [answer.content for answer in found if answer is not None]
-
-    running, *waiting = run_virtual(main())
+    pending = [answers.open(number, "session", b"")[0] for number in (0, 1, 7)]
+    turns.put(0, long, pending[0])
+    turns.put(1, never, pending[1])
+    turns.put(7, never, pending[2])
+    await asyncio.sleep(0.01)
+    await turns.close()
+    found = [await each.wait(1) for each in pending]
+    running, *waiting = [answer.content for answer in found if answer is not None]
     assert b"whole" in running
     assert [b"model has ended" in content for content in waiting] == [True, True]

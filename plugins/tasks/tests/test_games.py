@@ -66,17 +66,14 @@ def _answer() -> int:
 
 
 @pytest.mark.stranger("C2")
-def test_reasoning_and_cut_lines_are_neither_run_nor_paid() -> None:
-    async def main() -> None:
-        question = PythonArithmetic().train_problems(0, 0, 1)[0]
-        for said, is_cut_off in (("<think>Answer: {}</think> maybe", False), ("Answer: {}", True), ("Python: 1", True)):
-            answer = Answer.read(said.format(question.answer), is_cut_off=is_cut_off)
-            assert isinstance(await question.start().reply(answer), Observation)
-        reply = await question.start().reply(f"<think>Python: 1</think>Answer: {question.answer}")
-        assert isinstance(reply, Done)
-        assert reply.reward == 1
-
-    asyncio.run(main())
+async def test_reasoning_and_cut_lines_are_neither_run_nor_paid() -> None:
+    question = PythonArithmetic().train_problems(0, 0, 1)[0]
+    for said, is_cut_off in (("<think>Answer: {}</think> maybe", False), ("Answer: {}", True), ("Python: 1", True)):
+        answer = Answer.read(said.format(question.answer), is_cut_off=is_cut_off)
+        assert isinstance(await question.start().reply(answer), Observation)
+    reply = await question.start().reply(f"<think>Python: 1</think>Answer: {question.answer}")
+    assert isinstance(reply, Done)
+    assert reply.reward == 1
     (words,) = NumberWords().train_problems(0, 0, 1)
     assert words.answer is not None
     assert words.reply(f"<think>hm</think>\n{words.answer}").reward == 1

@@ -29,24 +29,21 @@ def call(name: str, **arguments: str) -> str:
 
 
 @pytest.mark.parametrize("script", [PLAIN, pytest.param(WORDS, marks=pytest.mark.slow)], ids=["plain", "package"])
-def test_an_episode_uses_the_tools_of_a_server_and_functions(script: str) -> None:
+async def test_an_episode_uses_the_tools_of_a_server_and_functions(script: str) -> None:
     env = ToolEnv(env=Sums(), tools=(CALCULATE, MCPServer(command=(sys.executable, script))))
     assert env.name == f"sums with calculate, {sys.executable} {script}"
     (problem,) = env.train_problems(0, 0, 1)
     assert [tool["function"]["name"] for tool in problem.tools] == ["calculate", "count_letters", "fail"]
     assert problem.tools[1]["function"]["parameters"]["required"] == ["word"]
 
-    async def play() -> tuple[list[str], Done]:
-        episode = await problem.start()
-        text = call("count_letters", word="seven") + call("fail", reason="no luck") + call("count_letters", worm="x")
-        observed = await episode.reply(text)
-        assert isinstance(observed, Observation)
-        done = await episode.reply("42")
-        assert isinstance(done, Done)
-        assert not isinstance(observed.messages, str)
-        return [str(message["content"]) for message in observed.messages], done
-
-    (counted, failed, misnamed), done = asyncio.run(play())
+    episode = await problem.start()
+    text = call("count_letters", word="seven") + call("fail", reason="no luck") + call("count_letters", worm="x")
+    observed = await episode.reply(text)
+    assert isinstance(observed, Observation)
+    done = await episode.reply("42")
+    assert isinstance(done, Done)
+    assert not isinstance(observed.messages, str)
+    counted, failed, misnamed = (str(message["content"]) for message in observed.messages)
     assert counted.startswith("5 letters, says ")
     assert failed.startswith("Error: ")
     assert "no luck" in failed

@@ -118,17 +118,14 @@ class _Talks:
         return Done(reward=2.0, metrics={"own": 1.0}) if completion == "yes" else Observation(messages="again")
 
 
-def test_asynchronous_episodes_tools_and_limits_pass_through() -> None:
+async def test_asynchronous_episodes_tools_and_limits_pass_through() -> None:
     mixture = Mixture(talks=Task(_Talks()), two=Task(TWO))
     assert (mixture.best_reward, mixture.call_time_limit_s) == (2.0, 99.0)
     problem: Any = mixture.eval_problems(1)[0]
     assert problem.tools == ({"name": "look"},)
 
-    async def played() -> tuple[Any, Any]:
-        episode = await problem.start()
-        return await episode.reply("no"), await episode.reply("yes")
-
-    first, last = asyncio.run(played())
+    episode = await problem.start()
+    first, last = await episode.reply("no"), await episode.reply("yes")
     assert first == Observation(messages="again")
     assert last == Done(reward=2.0, metrics={"own": 1.0, "reward_talks": 2.0})
 

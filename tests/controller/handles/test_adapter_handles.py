@@ -23,24 +23,21 @@ def frozen(tmp_path: Path) -> tuple[TrainerHandle, FakeMesh]:
     return handle_of(mesh, config), mesh
 
 
-def test_calls_of_all_policies_arrive_in_order_by_name(tmp_path: Path) -> None:
+async def test_calls_of_all_policies_arrive_in_order_by_name(tmp_path: Path) -> None:
     base, mesh = frozen(tmp_path)
 
-    async def controller() -> None:
-        first = await base.adapter("first", LoRAConfig(rank=8))
-        second = await first.adapter("second", LoRAConfig())  # an adapter of the base, not of the first one
-        calls: list[Any] = [
-            second.forward_backward(random_batch((3, 4)), "ppo"),
-            first.forward_backward(random_batch((3, 4)), "ppo"),
-            base.forward(random_batch((2,))),
-            second.optim_step(ADAM),
-            first.zero_grad(),
-            second.drop(),
-            first.optim_step(ADAM),
-        ]
-        await asyncio.gather(*map(asyncio.create_task, calls))
-
-    asyncio.run(controller())
+    first = await base.adapter("first", LoRAConfig(rank=8))
+    second = await first.adapter("second", LoRAConfig())  # an adapter of the base, not of the first one
+    calls: list[Any] = [
+        second.forward_backward(random_batch((3, 4)), "ppo"),
+        first.forward_backward(random_batch((3, 4)), "ppo"),
+        base.forward(random_batch((2,))),
+        second.optim_step(ADAM),
+        first.zero_grad(),
+        second.drop(),
+        first.optim_step(ADAM),
+    ]
+    await asyncio.gather(*map(asyncio.create_task, calls))
     expected = [
         ("adapter", "first"),
         ("adapter", "second"),
@@ -56,36 +53,33 @@ def test_calls_of_all_policies_arrive_in_order_by_name(tmp_path: Path) -> None:
         assert list(zip(rank.calls, rank.policies, strict=True)) == expected
 
 
-def test_a_dropped_adapter_refuses_calls_and_frees_its_name(tmp_path: Path) -> None:
+async def test_a_dropped_adapter_refuses_calls_and_frees_its_name(tmp_path: Path) -> None:
     base, mesh = frozen(tmp_path)
 
-    async def controller() -> None:
-        old = await base.adapter("a", LoRAConfig())
-        await old.drop()
-        batch, path = random_batch((2,)), tmp_path / "x"
-        before = mesh.num_calls
-        for call in (
-            old.forward_backward(batch, "ppo"),
-            old.forward(batch),
-            old.optim_step(ADAM),
-            old.zero_grad(),
-            old.to("cpu", model=True),
-            old.push_model_state_dict(),
-            old.save_checkpoint(path),
-            old.wait_for_checkpoint(),
-            old.load_checkpoint(path),
-            old.policy_version(),
-            old.export_hf(path),
-            old.export_peft(path),
-            old.drop(),
-        ):
-            with pytest.raises(ValueError, match="adapter 'a' of 'trainer' was dropped; `adapter` makes a new one"):
-                await call
-        assert mesh.num_calls == before
-        new = await base.adapter("a", LoRAConfig())
-        await new.zero_grad()
-
-    asyncio.run(controller())
+    old = await base.adapter("a", LoRAConfig())
+    await old.drop()
+    batch, path = random_batch((2,)), tmp_path / "x"
+    before = mesh.num_calls
+    for call in (
+        old.forward_backward(batch, "ppo"),
+        old.forward(batch),
+        old.optim_step(ADAM),
+        old.zero_grad(),
+        old.to("cpu", model=True),
+        old.push_model_state_dict(),
+        old.save_checkpoint(path),
+        old.wait_for_checkpoint(),
+        old.load_checkpoint(path),
+        old.policy_version(),
+        old.export_hf(path),
+        old.export_peft(path),
+        old.drop(),
+    ):
+        with pytest.raises(ValueError, match="adapter 'a' of 'trainer' was dropped; `adapter` makes a new one"):
+            await call
+    assert mesh.num_calls == before
+    new = await base.adapter("a", LoRAConfig())
+    await new.zero_grad()
 
 
 def test_an_impossible_adapter_is_refused_before_a_call(tmp_path: Path) -> None:
@@ -114,19 +108,16 @@ def test_the_base_is_no_adapter(tmp_path: Path) -> None:
     assert mesh.num_calls == 0
 
 
-def test_a_failure_of_all_ranks_leaves_other_adapters_alone(tmp_path: Path) -> None:
+async def test_a_failure_of_all_ranks_leaves_other_adapters_alone(tmp_path: Path) -> None:
     base, mesh = frozen(tmp_path)
 
-    async def controller() -> None:
-        first: Trainer = await base.adapter("first", LoRAConfig())
-        second: Trainer = await base.adapter("second", LoRAConfig())
-        for rank in mesh.ranks:
-            rank.error = ValueError("optim_step was called without a gradient")
-        with pytest.raises(ValueError, match="without a gradient"):
-            await first.optim_step(ADAM)
-        for rank in mesh.ranks:
-            rank.error = None
-        assert (await second.optim_step(ADAM)).policy_version == 7
-        assert (await first.optim_step(ADAM)).policy_version == 7
-
-    asyncio.run(controller())
+    first: Trainer = await base.adapter("first", LoRAConfig())
+    second: Trainer = await base.adapter("second", LoRAConfig())
+    for rank in mesh.ranks:
+        rank.error = ValueError("optim_step was called without a gradient")
+    with pytest.raises(ValueError, match="without a gradient"):
+        await first.optim_step(ADAM)
+    for rank in mesh.ranks:
+        rank.error = None
+    assert (await second.optim_step(ADAM)).policy_version == 7
+    assert (await first.optim_step(ADAM)).policy_version == 7

@@ -99,16 +99,13 @@ class _Noting:
         self.policies.append(policy)
 
 
-def test_a_bound_generator_names_its_adapter_by_default() -> None:
+async def test_a_bound_generator_names_its_adapter_by_default() -> None:
     generator = _Noting()
     bound = BoundGenerator(BoundGenerator(generator, "other"), "mine")
 
-    async def main() -> None:
-        for policy in (None, ("mine", 3), "yours"):
-            await bound.generate([1], SamplingParams(max_tokens=1), policy=policy)
-        for policy in (None, "yours"):
-            await bound.pull_model_state_dict(1, policy=policy, frozen=True, mode="inflight", keep_prefix_cache=True)
-        await bound.drop_policy(("mine", 3))
-
-    asyncio.run(main())
+    for policy in (None, ("mine", 3), "yours"):
+        await bound.generate([1], SamplingParams(max_tokens=1), policy=policy)
+    for policy in (None, "yours"):
+        await bound.pull_model_state_dict(1, policy=policy, frozen=True, mode="inflight", keep_prefix_cache=True)
+    await bound.drop_policy(("mine", 3))
     assert generator.policies == ["mine", ("mine", 3), "yours", "mine", "yours", ("mine", 3)]

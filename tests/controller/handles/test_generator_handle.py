@@ -19,6 +19,8 @@ from rl.types import SamplingParams
 from rl.weights.version import VersionRecords
 from tests.waiting import run_virtual
 
+pytestmark = pytest.mark.virtual
+
 IDLE = EngineStatus(activity=None, seconds=0.0, slowest_s=None, num_steps=7, num_unfinished=0, failure=None)
 STEP = replace(IDLE, activity="step", slowest_s=0.5, num_unfinished=3)
 CONFIG = GeneratorConfig(deadlines=Deadlines(at_least_s=5, times_slowest=20))
@@ -108,34 +110,28 @@ def test_an_engine_that_hangs_or_died_on_a_rank_is_found() -> None:
         run_virtual(_generate(FakeMesh(replace(STEP, seconds=1.0), died)))
 
 
-def test_an_engine_that_makes_progress_is_left_alone() -> None:
+async def test_an_engine_that_makes_progress_is_left_alone() -> None:
     config = replace(CONFIG, request_timeout_s=10)
     mesh = FakeMesh(replace(STEP, seconds=9.0), replace(STEP, seconds=600.0, slowest_s=40.0))
 
-    async def main() -> None:
-        with pytest.raises(RequestTimeoutError, match=r"generator: a request took longer than 10 s"):
-            await _generate(mesh, config)
-        assert len(mesh.cancelled) == 1
-        num_probes = mesh.num_probes
-        assert num_probes > 2
-        await asyncio.sleep(60)
-        assert mesh.num_probes == num_probes
-
-    run_virtual(main())
+    with pytest.raises(RequestTimeoutError, match=r"generator: a request took longer than 10 s"):
+        await _generate(mesh, config)
+    assert len(mesh.cancelled) == 1
+    num_probes = mesh.num_probes
+    assert num_probes > 2
+    await asyncio.sleep(60)
+    assert mesh.num_probes == num_probes
 
 
-def test_a_call_that_follows_another_at_once_is_watched() -> None:
+async def test_a_call_that_follows_another_at_once_is_watched() -> None:
     mesh = FakeMesh(replace(STEP, seconds=11.0))
     mesh.num_calls_that_end = 1
     handle = GeneratorHandle(mesh, CONFIG, VersionRecords())
 
-    async def main() -> None:
-        sampling = SamplingParams(max_tokens=4)
-        assert await handle.generate([1, 2], sampling) == []
-        with pytest.raises(DeadlineError, match="engine of rank 0 has been in one step for 11 s"):
-            await handle.generate([1, 2], sampling)
-
-    run_virtual(main())
+    sampling = SamplingParams(max_tokens=4)
+    assert await handle.generate([1, 2], sampling) == []
+    with pytest.raises(DeadlineError, match="engine of rank 0 has been in one step for 11 s"):
+        await handle.generate([1, 2], sampling)
 
 
 PROMPT, SAMPLING = [5, 6], SamplingParams(max_tokens=4)

@@ -46,18 +46,15 @@ def _printed(output: str) -> list[str]:
 
 
 @pytest.mark.e2e
-def test_a_store_starts_after_one_that_was_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    async def main() -> None:
-        async with running_store(tmp_path / "first") as first:
-            assert await _keeps(first, "first")
-            os.kill(first.mesh.pids[0], signal.SIGKILL)
-            with pytest.raises(MeshError):
-                await first.mesh.call("reset", [()] * first.mesh.num_ranks)
-            await first.stop()
-            async with running_store(tmp_path / "second") as second:
-                assert await _keeps(second, "second")
-
-    asyncio.run(main())
+async def test_a_store_starts_after_one_that_was_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async with running_store(tmp_path / "first") as first:
+        assert await _keeps(first, "first")
+        os.kill(first.mesh.pids[0], signal.SIGKILL)
+        with pytest.raises(MeshError):
+            await first.mesh.call("reset", [()] * first.mesh.num_ranks)
+        await first.stop()
+        async with running_store(tmp_path / "second") as second:
+            assert await _keeps(second, "second")
     (line,) = _printed(capfd.readouterr().out)
     assert re.search(r"could not forget its keys: MeshError: store: .*died", line)
 
@@ -70,32 +67,26 @@ def _is_stopped(pid: int) -> bool:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_a_store_starts_after_one_whose_end_hangs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    async def main() -> None:
-        async with running_store(tmp_path / "first", teardown_s=0.5) as first:
-            assert await _keeps(first, "first")
-            os.kill(first.mesh.pids[0], signal.SIGSTOP)
-            while not _is_stopped(first.mesh.pids[0]):
-                await asyncio.sleep(0.01)
-            await first.stop()
-            assert has_ended(first.mesh.pids[0])
-            async with running_store(tmp_path / "second") as second:
-                assert await _keeps(second, "second")
-
-    asyncio.run(main())
+async def test_a_store_starts_after_one_whose_end_hangs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async with running_store(tmp_path / "first", teardown_s=0.5) as first:
+        assert await _keeps(first, "first")
+        os.kill(first.mesh.pids[0], signal.SIGSTOP)
+        while not _is_stopped(first.mesh.pids[0]):
+            await asyncio.sleep(0.01)
+        await first.stop()
+        assert has_ended(first.mesh.pids[0])
+        async with running_store(tmp_path / "second") as second:
+            assert await _keeps(second, "second")
     assert _printed(capfd.readouterr().out) == ["store: its directory did not forget its keys within 0.5 s"]
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_two_stores_at_a_time_hold_their_own_values(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    async def main() -> None:
-        async with running_store(tmp_path / "a") as a:
-            async with running_store(tmp_path / "b") as b:
-                assert await _keeps(a, "of a")
-                assert await _keeps(b, "of b")
-                assert await (await torchstore.client(a.name)).get("key") == "of a"
-            assert await _keeps(a, "after the other's end")
-
-    asyncio.run(main())
+async def test_two_stores_at_a_time_hold_their_own_values(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async with running_store(tmp_path / "a") as a:
+        async with running_store(tmp_path / "b") as b:
+            assert await _keeps(a, "of a")
+            assert await _keeps(b, "of b")
+            assert await (await torchstore.client(a.name)).get("key") == "of a"
+        assert await _keeps(a, "after the other's end")
     assert _printed(capfd.readouterr().out) == []

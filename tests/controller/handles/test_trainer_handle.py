@@ -73,17 +73,14 @@ def test_pipeline_stages_get_the_same_local_batch_and_count_once(tmp_path: Path)
     assert output.metrics["loss"] == sum(LENGTHS)
 
 
-def test_calls_in_flight_reach_the_ranks_in_order_of_issue(tmp_path: Path) -> None:
+async def test_calls_in_flight_reach_the_ranks_in_order_of_issue(tmp_path: Path) -> None:
     handle, mesh = make(tmp_path, data_parallel_shard=2)
 
-    async def controller() -> None:
-        first = asyncio.create_task(handle.forward_backward(random_batch(LENGTHS), "ppo"))
-        second = asyncio.create_task(handle.optim_step(AdamParams(learning_rate=0.5)))
-        third = asyncio.create_task(handle.forward(random_batch((2,))))
-        _, step, _ = await asyncio.gather(first, second, third)
-        assert step.learning_rate == 0.5
-
-    asyncio.run(controller())
+    first = asyncio.create_task(handle.forward_backward(random_batch(LENGTHS), "ppo"))
+    second = asyncio.create_task(handle.optim_step(AdamParams(learning_rate=0.5)))
+    third = asyncio.create_task(handle.forward(random_batch((2,))))
+    _, step, _ = await asyncio.gather(first, second, third)
+    assert step.learning_rate == 0.5
     for rank in mesh.ranks:
         assert rank.calls == ["forward_backward", "optim_step", "forward"]
 
@@ -101,46 +98,40 @@ class Held(UserDict[str, Any]):
         return super().keys()
 
 
-def test_a_large_batch_keeps_its_place_and_the_loop_runs(tmp_path: Path) -> None:
+async def test_a_large_batch_keeps_its_place_and_the_loop_runs(tmp_path: Path) -> None:
     handle, mesh = make(tmp_path, data_parallel_shard=2)
     (datum,) = random_batch((5,))
     inputs = Held(datum.loss_inputs)
 
-    async def controller() -> None:
-        calls: list[asyncio.Task[Any]] = [
-            asyncio.create_task(handle.forward_backward([replace(datum, loss_inputs=inputs)], "ppo")),
-            asyncio.create_task(handle.optim_step(AdamParams(learning_rate=0.5))),
-            asyncio.create_task(handle.forward(random_batch((2,)))),
-            asyncio.create_task(handle.zero_grad()),
-        ]
-        while not inputs.asked.is_set():
-            await asyncio.sleep(0)
-        assert mesh.num_calls == 0
-        inputs.released.set()
-        await asyncio.gather(*calls)
-
-    asyncio.run(controller())
+    calls: list[asyncio.Task[Any]] = [
+        asyncio.create_task(handle.forward_backward([replace(datum, loss_inputs=inputs)], "ppo")),
+        asyncio.create_task(handle.optim_step(AdamParams(learning_rate=0.5))),
+        asyncio.create_task(handle.forward(random_batch((2,)))),
+        asyncio.create_task(handle.zero_grad()),
+    ]
+    while not inputs.asked.is_set():
+        await asyncio.sleep(0)
+    assert mesh.num_calls == 0
+    inputs.released.set()
+    await asyncio.gather(*calls)
     for rank in mesh.ranks:
         assert rank.calls == ["forward_backward", "optim_step", "forward", "zero_grad"]
 
 
-def test_a_call_that_is_cancelled_or_refused_is_not_sent(tmp_path: Path) -> None:
+async def test_a_call_that_is_cancelled_or_refused_is_not_sent(tmp_path: Path) -> None:
     handle, mesh = make(tmp_path)
     (datum,) = random_batch((5,))
     inputs = Held(datum.loss_inputs)
 
-    async def controller() -> None:
-        cancelled = asyncio.create_task(handle.forward_backward([replace(datum, loss_inputs=inputs)], "ppo"))
-        refused = asyncio.create_task(handle.forward([]))
-        later = asyncio.create_task(handle.forward([datum]))
-        while not inputs.asked.is_set():
-            await asyncio.sleep(0)
-        cancelled.cancel()
-        inputs.released.set()
-        outcomes = await asyncio.gather(cancelled, refused, later, return_exceptions=True)
-        assert [type(each) for each in outcomes] == [asyncio.CancelledError, ValueError, ForwardBackwardOutput]
-
-    asyncio.run(controller())
+    cancelled = asyncio.create_task(handle.forward_backward([replace(datum, loss_inputs=inputs)], "ppo"))
+    refused = asyncio.create_task(handle.forward([]))
+    later = asyncio.create_task(handle.forward([datum]))
+    while not inputs.asked.is_set():
+        await asyncio.sleep(0)
+    cancelled.cancel()
+    inputs.released.set()
+    outcomes = await asyncio.gather(cancelled, refused, later, return_exceptions=True)
+    assert [type(each) for each in outcomes] == [asyncio.CancelledError, ValueError, ForwardBackwardOutput]
     assert mesh.ranks[0].calls == ["forward"]
 
 

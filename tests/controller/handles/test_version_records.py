@@ -62,7 +62,7 @@ class FakeMesh(Mesh):
         return answer
 
 
-def test_a_pull_sends_the_record_of_a_pushed_version_alone(tmp_path: Path) -> None:
+async def test_a_pull_sends_the_record_of_a_pushed_version_alone(tmp_path: Path) -> None:
     model, version_records = tiny_llama(tmp_path / "model"), VersionRecords()
     record = dataclasses.replace(RECORD, version=7)
     pushing = FakeMesh(record)
@@ -78,10 +78,7 @@ def test_a_pull_sends_the_record_of_a_pushed_version_alone(tmp_path: Path) -> No
     )
     generator = GeneratorHandle(pulling, GeneratorConfig(model=model), version_records)
 
-    async def main() -> None:
-        assert await trainer.push_model_state_dict() == 7
-        await generator.pull_model_state_dict(7)
-        await generator.pull_model_state_dict(6, mode="inflight", keep_prefix_cache=True)
-
-    asyncio.run(main())
+    assert await trainer.push_model_state_dict() == 7
+    await generator.pull_model_state_dict(7)
+    await generator.pull_model_state_dict(6, mode="inflight", keep_prefix_cache=True)
     assert pulling.sent == [(7, record, None, False, "drain", False), (6, None, None, False, "inflight", True)]

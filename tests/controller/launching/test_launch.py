@@ -18,7 +18,6 @@ from generator.config import GeneratorConfig
 from rl.system.timeline import show_progress_with
 from rl.tiny_models import SERVABLE, tiny_llama
 from tests.controller.handles.fake_ranks import FakeMesh, handle_of
-from tests.waiting import run_virtual
 from trainer.config import TrainerConfig
 
 
@@ -112,7 +111,9 @@ def test_gpus_that_are_not_visible_are_refused(tmp_path: Path, monkeypatch: pyte
     refused(start, r"gpus of 'reference' are \[0\]; it needs 1 .*visible: 4, 5", tmp_path)
 
 
-def test_every_mesh_gets_the_gpus_that_its_configuration_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_mesh_gets_the_gpus_that_its_configuration_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Up to the environment of the processes; that CUDA obeys it needs a GPU to see."""
     spawned: dict[str, str] = {}
 
@@ -124,16 +125,13 @@ def test_every_mesh_gets_the_gpus_that_its_configuration_names(tmp_path: Path, m
     monkeypatch.setattr("controller.processes.mesh.Mesh.spawn", spawn)
     model = tiny_llama(tmp_path / "model", **SERVABLE)
 
-    async def main() -> None:
-        async with Launcher(tmp_path / "logs") as launcher:
-            starts = (
-                launcher.trainer(model, TrainerConfig(data_parallel_shard=2)),
-                launcher.trainer(model, TrainerConfig(gpus=(3,)), name="reference"),
-                launcher.generator(model, GeneratorConfig(max_model_len=64, num_replicas=2, gpus=(6, 7))),
-            )
-            await asyncio.gather(*starts, return_exceptions=True)
-
-    asyncio.run(main())
+    async with Launcher(tmp_path / "logs") as launcher:
+        starts = (
+            launcher.trainer(model, TrainerConfig(data_parallel_shard=2)),
+            launcher.trainer(model, TrainerConfig(gpus=(3,)), name="reference"),
+            launcher.generator(model, GeneratorConfig(max_model_len=64, num_replicas=2, gpus=(6, 7))),
+        )
+        await asyncio.gather(*starts, return_exceptions=True)
     assert {name: gpus for name, gpus in spawned.items() if "store" not in name} == {
         "trainer": "2,3",
         "reference": "3",
@@ -142,7 +140,9 @@ def test_every_mesh_gets_the_gpus_that_its_configuration_names(tmp_path: Path, m
     }
 
 
-def test_a_trainer_is_started_again_after_a_start_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_trainer_is_started_again_after_a_start_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = TrainerConfig(model=tiny_llama(tmp_path / "model"))
     failures = [None, MeshError("trainer", "its processes did not start"), None]
     meshes: list[FakeMesh] = []
@@ -155,17 +155,16 @@ def test_a_trainer_is_started_again_after_a_start_that_failed(tmp_path: Path, mo
 
     monkeypatch.setattr("controller.handles.trainer_handle.TrainerHandle.launch", start)
 
-    async def main() -> None:
-        async with Launcher(tmp_path / "logs") as launcher:
-            await launcher.trainer(config.model, config)
-            with pytest.raises(MeshError, match="did not start"):
-                await launcher.restart_trainer()
-            assert (await launcher.restart_trainer()).mesh is meshes[1]
-
-    asyncio.run(main())
+    async with Launcher(tmp_path / "logs") as launcher:
+        await launcher.trainer(config.model, config)
+        with pytest.raises(MeshError, match="did not start"):
+            await launcher.restart_trainer()
+        assert (await launcher.restart_trainer()).mesh is meshes[1]
 
 
-def test_a_start_that_failed_gives_back_its_name_and_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_that_failed_gives_back_its_name_and_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = TrainerConfig(model=tiny_llama(tmp_path / "model", **SERVABLE), data_parallel_shard=2)
     serving = GeneratorConfig(max_model_len=64)
     failures = [MeshError("trainer", "its processes did not start"), None]
@@ -184,19 +183,17 @@ def test_a_start_that_failed_gives_back_its_name_and_gpus(tmp_path: Path, monkey
     monkeypatch.setattr("controller.handles.trainer_handle.TrainerHandle.launch", start)
     monkeypatch.setattr("controller.handles.store.WeightStore.launch", store)
 
-    async def main() -> None:
-        async with Launcher(tmp_path / "logs") as launcher:
-            with pytest.raises(MeshError, match="did not start"):
-                await launcher.trainer(config.model, config, generator=serving)
+    async with Launcher(tmp_path / "logs") as launcher:
+        with pytest.raises(MeshError, match="did not start"):
             await launcher.trainer(config.model, config, generator=serving)
-            with pytest.raises(ValueError, match="name is 'trainer', which is taken"):
-                launcher.trainer(config.model, config)
-
-    asyncio.run(main())
+        await launcher.trainer(config.model, config, generator=serving)
+        with pytest.raises(ValueError, match="name is 'trainer', which is taken"):
+            launcher.trainer(config.model, config)
     assert given == [("4", "5")] * 2
 
 
-def test_an_end_that_is_interrupted_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.virtual
+async def test_an_end_that_is_interrupted_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainerConfig(model=tiny_llama(tmp_path / "model"))
     ending, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -215,20 +212,17 @@ def test_an_end_that_is_interrupted_continues(tmp_path: Path, monkeypatch: pytes
         async with Launcher(tmp_path / "logs") as launcher:
             await launcher.trainer(config.model, config)
 
-    async def main() -> None:
-        running = asyncio.create_task(cell())
-        await ending.wait()
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        go_on.set()
-        await ended.wait()
-
-    run_virtual(main())
+    running = asyncio.create_task(cell())
+    await ending.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    go_on.set()
+    await ended.wait()
 
 
 @pytest.mark.stranger("F8")
-def test_the_user_is_told_how_many_processes_are_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_user_is_told_how_many_processes_are_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainerConfig(model=tiny_llama(tmp_path / "model"))
     told: list[tuple[str, int, int]] = []
 
@@ -239,13 +233,10 @@ def test_the_user_is_told_how_many_processes_are_ready(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("controller.handles.trainer_handle.TrainerHandle.launch", start)
 
-    async def main() -> None:
-        show_progress_with(lambda *progress: told.append(progress))
-        async with Launcher(tmp_path / "logs") as launcher:
-            starts = [launcher.trainer(config.model, config, name=name) for name in ("one", "broken", "other")]
-            await asyncio.gather(*starts, return_exceptions=True)
-
-    asyncio.run(main())
+    show_progress_with(lambda *progress: told.append(progress))
+    async with Launcher(tmp_path / "logs") as launcher:
+        starts = [launcher.trainer(config.model, config, name=name) for name in ("one", "broken", "other")]
+        await asyncio.gather(*starts, return_exceptions=True)
     assert told == [("one is ready", 1, 3), ("other is ready", 2, 3)]
 
 

@@ -168,20 +168,17 @@ def test_a_loop_that_never_waits_is_made_to() -> None:
     assert most <= 10
 
 
-def test_a_cancelled_loop_loses_no_rollouts(tmp_path: Path) -> None:
+async def test_a_cancelled_loop_loses_no_rollouts(tmp_path: Path) -> None:
     writer, disk, file = BackgroundWriter(), threading.Event(), tmp_path / "a.parquet"
 
     def wait() -> None:
         disk.wait(LIMIT_S)
 
-    async def loop() -> None:
-        writer.submit(wait)
-        writer.submit(lambda: write_rollouts(file, [_group()]))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(writer.flush(), 0.05)
-        disk.set()
-
-    asyncio.run(loop())
+    writer.submit(wait)
+    writer.submit(lambda: write_rollouts(file, [_group()]))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(writer.flush(), 0.05)
+    disk.set()
     writer.finish()
     assert read_groups(file) == [_group()]
 

@@ -70,7 +70,7 @@ def test_a_loop_goes_on_with_its_trainers_and_its_own_values(tmp_path: Path) -> 
     assert stream.getvalue().splitlines()[0].endswith("going on after step 2")
 
 
-def test_evaluations_are_of_the_steps_before_them(tmp_path: Path) -> None:
+async def test_evaluations_are_of_the_steps_before_them(tmp_path: Path) -> None:
     folder, stream = RunFolder(tmp_path / "a", CONFIG), io.StringIO()
     run = Run(CONFIG, folder, Console(stream))
     losses = iter((2.0, 1.0))
@@ -78,14 +78,11 @@ def test_evaluations_are_of_the_steps_before_them(tmp_path: Path) -> None:
     async def evaluate() -> Evaluation:
         return Evaluation(measurements={"loss": Measurement(values=np.full(3, next(losses)))})
 
-    async def page() -> None:
-        async with run.steps(evaluate, policy=cast(Trainer, FileTrainer())) as steps:
-            async for step in steps:
-                async with run.clock("optim_step"):
-                    await asyncio.sleep(0)
-                end_step(run, step)
-
-    asyncio.run(page())
+    async with run.steps(evaluate, policy=cast(Trainer, FileTrainer())) as steps:
+        async for step in steps:
+            async with run.clock("optim_step"):
+                await asyncio.sleep(0)
+            end_step(run, step)
     run.finish()
     assert [(row["step"], row["eval_loss"]) for row in folder.metrics() if "eval_loss" in row] == [(0, 2), (4, 1)]
     assert "Held-out loss went from 2.000 to 1.000" in stream.getvalue()

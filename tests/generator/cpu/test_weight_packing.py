@@ -97,7 +97,7 @@ def test_threads_pack_side_by_side() -> None:
         )
 
 
-def test_a_weight_that_cannot_be_packed_again_is_an_error(
+async def test_a_weight_that_cannot_be_packed_again_is_an_error(
     tmp_path: Path, build_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM would multiply with the plain weight, which a pull that packs from published memory leaves out of date."""
@@ -105,22 +105,19 @@ def test_a_weight_that_cannot_be_packed_again_is_an_error(
     engine, store = build_engine(directory, "float32"), FakeStore()
     publisher = WeightPublisher(torch.float32, store=store)
 
-    async def main() -> None:
-        for version in (1, 2, 3):
-            await publisher.publish(version, moved(directory, version).items())
-            if version < 3:
-                await pull(engine, store, version)
-        with monkeypatch.context() as no_packing:
-            no_packing.setattr(ops, "create_onednn_mm", _refuse)
-            with pytest.raises(WeightsError, match=r"vLLM could not pack a weight of \d+x\d+ again"):
-                await pull(engine, store, 3)
-        with pytest.raises(WeightsError, match="incomplete since a failed update"):
-            await engine.generate(PROMPTS[0], GREEDY)
-        await pull(engine, store, 3)
-        fresh = build_engine(export(directory, moved(directory, 3), torch.float32, tmp_path / "exported"), "float32")
-        assert [c.logprobs for c in await greedy(engine)] == [c.logprobs for c in await greedy(fresh)]
-
-    asyncio.run(main())
+    for version in (1, 2, 3):
+        await publisher.publish(version, moved(directory, version).items())
+        if version < 3:
+            await pull(engine, store, version)
+    with monkeypatch.context() as no_packing:
+        no_packing.setattr(ops, "create_onednn_mm", _refuse)
+        with pytest.raises(WeightsError, match=r"vLLM could not pack a weight of \d+x\d+ again"):
+            await pull(engine, store, 3)
+    with pytest.raises(WeightsError, match="incomplete since a failed update"):
+        await engine.generate(PROMPTS[0], GREEDY)
+    await pull(engine, store, 3)
+    fresh = build_engine(export(directory, moved(directory, 3), torch.float32, tmp_path / "exported"), "float32")
+    assert [c.logprobs for c in await greedy(engine)] == [c.logprobs for c in await greedy(fresh)]
 
 
 def _refuse(*_: object) -> None:

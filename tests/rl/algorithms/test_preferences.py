@@ -61,22 +61,19 @@ PAIRS = [
 
 @pytest.mark.parametrize("per_microbatch", [1, 3, 10])
 @pytest.mark.parametrize("name", sorted(PAIR_LOSSES.keys() - {"bradley_terry"}))
-def test_the_gradient_is_autograds_of_the_papers_formula(name: str, per_microbatch: int, tmp_path: Path) -> None:
+async def test_the_gradient_is_autograds_of_the_papers_formula(name: str, per_microbatch: int, tmp_path: Path) -> None:
     """Chosen and rejected of a pair in one micro-batch or in two."""
     model = tiny_llama(tmp_path / "model")
     trainer = EngineTrainer(model, per_microbatch)
     batch = pair_loss(name).data(Renderer(model), PAIRS, max_tokens=100)
 
-    async def step() -> float:
-        (reference,) = await reference_logprobs(trainer, [batch], tmp_path / "reference.json", pair_loss(name))
-        for _ in range(2):  # away from the reference, where every difference is 0
-            await trainer.forward_backward(batch[::2], "cross_entropy")
-            await trainer.optim_step(AdamParams(learning_rate=3e-3))
-        losses, slopes = pair_loss(name)(await score_pairs(trainer, batch, reference))
-        await trainer.forward_backward(weight_pairs(batch, slopes), "cross_entropy")
-        return float(losses.sum())
-
-    loss = asyncio.run(step())
+    (reference,) = await reference_logprobs(trainer, [batch], tmp_path / "reference.json", pair_loss(name))
+    for _ in range(2):  # away from the reference, where every difference is 0
+        await trainer.forward_backward(batch[::2], "cross_entropy")
+        await trainer.optim_step(AdamParams(learning_rate=3e-3))
+    losses, slopes = pair_loss(name)(await score_pairs(trainer, batch, reference))
+    await trainer.forward_backward(weight_pairs(batch, slopes), "cross_entropy")
+    loss = float(losses.sum())
 
     policy, frozen = ReferencePolicy(model), ReferencePolicy(model)
     by_name = dict(trainer.engine.hf_parameters())
@@ -100,20 +97,17 @@ def test_the_gradient_is_autograds_of_the_papers_formula(name: str, per_microbat
 
 
 @pytest.mark.parametrize("per_microbatch", [1, 10])
-def test_a_reward_model_is_transformers_classifier(per_microbatch: int, tmp_path: Path) -> None:
+async def test_a_reward_model_is_transformers_classifier(per_microbatch: int, tmp_path: Path) -> None:
     """Loss and gradient are those of the exported model, which reads each answer to its end and no further."""
     model, loss = tiny_llama(tmp_path / "model"), pair_loss("bradley_terry")
     trainer, renderer = EngineTrainer(model, per_microbatch, head="value"), Renderer(model)
     torch.nn.init.normal_(dict(trainer.engine.hf_parameters())["score.weight"])
     batch = loss.data(renderer, PAIRS, max_tokens=100)
 
-    async def step() -> float:
-        losses, slopes = loss(await score_pairs(trainer, batch, None))
-        await trainer.forward_backward(weight_pairs(batch, slopes), loss.token_loss)
-        await trainer.export_hf(tmp_path / "reward_model")
-        return float(losses.sum())
-
-    total = asyncio.run(step())
+    losses, slopes = loss(await score_pairs(trainer, batch, None))
+    await trainer.forward_backward(weight_pairs(batch, slopes), loss.token_loss)
+    await trainer.export_hf(tmp_path / "reward_model")
+    total = float(losses.sum())
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward_model", dtype=torch.float32)
     values = []
     for pair in PAIRS:

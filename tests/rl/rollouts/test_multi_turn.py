@@ -310,16 +310,13 @@ def test_calls_that_never_return_are_bounded() -> None:
     assert asyncio.run(several(1, LIMIT_S)) == ["None"]  # what has returned makes room
 
 
-def test_the_loop_stays_free_while_an_environment_blocks() -> None:
-    async def released_by_the_loop() -> bool:
-        release = threading.Event()
-        call = asyncio.create_task(call_environment(release.wait, LIMIT_S, time_limit_s=2 * LIMIT_S))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        release.set()
-        return await call
-
-    assert asyncio.run(released_by_the_loop())
+async def test_the_loop_stays_free_while_an_environment_blocks() -> None:
+    release = threading.Event()
+    call = asyncio.create_task(call_environment(release.wait, LIMIT_S, time_limit_s=2 * LIMIT_S))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    release.set()
+    assert await call
 
 
 def test_a_timeout_error_of_an_environment_is_not_the_limit() -> None:

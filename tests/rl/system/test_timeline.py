@@ -51,18 +51,15 @@ def test_phases_and_calls_of_a_loop_are_recorded(tmp_path: Path) -> None:
     assert began <= begin <= end <= ended + 0.001  # its clock is not quite the one of `ended`
 
 
-def test_gauges_are_counters_and_metrics_of_a_step(tmp_path: Path) -> None:
-    async def loop() -> None:
-        timeline = Timeline(tmp_path / "timeline.json")
-        timeline.activate()
-        take = collect_gauges()
-        for process, values in (("a", {"full_max": 1.0, "hits": 1.0}), ("b", {"full_max": 3.0, "hits": 0.0})):
-            await asyncio.create_task(asyncio.to_thread(gauge, process, values))
-        assert take() == {"full_max": 3.0, "hits": 0.5}
-        assert take() == {}
-        timeline.write()
-
-    asyncio.run(loop())
+async def test_gauges_are_counters_and_metrics_of_a_step(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.json")
+    timeline.activate()
+    take = collect_gauges()
+    for process, values in (("a", {"full_max": 1.0, "hits": 1.0}), ("b", {"full_max": 3.0, "hits": 0.0})):
+        await asyncio.create_task(asyncio.to_thread(gauge, process, values))
+    assert take() == {"full_max": 3.0, "hits": 0.5}
+    assert take() == {}
+    timeline.write()
     counters = [event["args"] for event in _events(tmp_path / "timeline.json") if event["ph"] == "C"]
     assert counters == [{"full_max": 1.0, "hits": 1.0}, {"full_max": 3.0, "hits": 0.0}]
     assert read_timeline(tmp_path / "timeline.json") == []

@@ -18,9 +18,8 @@ from ownloop_agents.harbor_tasks import HarborTasks
 from ownloop_agents.programs import run_agents
 from ownloop_agents.sessions import SessionGroup
 from plugins.agents.tests.chatting import endpoint_over
-from tests.generator.running import run_paced
 
-pytestmark = [pytest.mark.vllm, pytest.mark.seconds]
+pytestmark = [pytest.mark.vllm, pytest.mark.seconds, pytest.mark.paced]
 REAL = os.environ.get("OWNLOOP_HARBOR", "")
 HARBOR = """#!{python}
 import json, os, pathlib, sys, urllib.request
@@ -62,18 +61,15 @@ def _command(folder: Path) -> Path:
     return file
 
 
-def test_results_are_carried_over_and_errors_are_failures(chat_engine: GenerationEngine, tmp_path: Path) -> None:
+async def test_results_are_carried_over_and_errors_are_failures(chat_engine: GenerationEngine, tmp_path: Path) -> None:
     held_out = _tasks(tmp_path / "held-out", {"test": RESULTS["good"]})
     env = HarborTasks(
         harbor=_command(tmp_path), tasks=_tasks(tmp_path / "tasks", RESULTS), held_out=held_out, environment="docker"
     )
     found: list[SessionGroup] = []
 
-    async def main() -> None:
-        async with endpoint_over(chat_engine, max_tokens=8) as endpoint:
-            found.extend(await run_agents(endpoint, env.program, env.train_problems(0, 0, 5), env.reward))
-
-    run_paced(main())
+    async with endpoint_over(chat_engine, max_tokens=8) as endpoint:
+        found.extend(await run_agents(endpoint, env.program, env.train_problems(0, 0, 5), env.reward))
     groups = {group.task_id: group for group in found}
     assert {name: group.prompt for name, group in groups.items()} == {name: f"do {name}" for name in RESULTS}
     good, late = (groups[name].sessions[0] for name in ("good", "late"))
@@ -101,7 +97,7 @@ def test_a_wrong_folder_or_command_is_refused_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL, reason="needs OWNLOOP_HARBOR")
-def test_a_task_of_harbor_itself(chat_engine: GenerationEngine, tmp_path: Path) -> None:
+async def test_a_task_of_harbor_itself(chat_engine: GenerationEngine, tmp_path: Path) -> None:
     for name, right in {"easy": "yes", "hard": "no"}.items():
         task = tmp_path / "tasks" / name
         for part in ("environment", "tests", "solution"):
@@ -119,14 +115,11 @@ def test_a_task_of_harbor_itself(chat_engine: GenerationEngine, tmp_path: Path) 
     env = HarborTasks(harbor=Path(REAL), tasks=tasks, agent="asking:Asking", options=options, held_out=tasks)
     groups: list[SessionGroup] = []
 
-    async def main() -> None:
-        async with endpoint_over(chat_engine, max_tokens=8) as endpoint:
-            program = env.program
-            path = f"{program.env['PYTHONPATH']}:{tmp_path}"
-            made = replace(program, env={**program.env, "PYTHONPATH": path})
-            groups.extend(await run_agents(endpoint, made, env.eval_problems(2), env.reward, num_samples=2))
-
-    run_paced(main())
+    async with endpoint_over(chat_engine, max_tokens=8) as endpoint:
+        program = env.program
+        path = f"{program.env['PYTHONPATH']}:{tmp_path}"
+        made = replace(program, env={**program.env, "PYTHONPATH": path})
+        groups.extend(await run_agents(endpoint, made, env.eval_problems(2), env.reward, num_samples=2))
     assert [group.failures for group in groups] == [(), ()]
     assert [[session.reward for session in group.sessions] for group in groups] == [[1.0, 1.0], [0.0, 0.0]]
     assert all(len(session.calls) == 2 for group in groups for session in group.sessions)

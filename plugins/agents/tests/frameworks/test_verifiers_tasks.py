@@ -22,7 +22,7 @@ from plugins.agents.tests.chatting import endpoint_over
 from tests.generator.running import run_paced
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.seconds]
+pytestmark = [pytest.mark.vllm, pytest.mark.seconds, pytest.mark.paced]
 REAL = os.environ.get("OWNLOOP_VERIFIERS_PYTHON", "")
 CONFIG = {"taskset": {"id": "sums"}, "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
 STAND_IN = '''
@@ -146,17 +146,14 @@ def test_what_verifiers_refuses_is_an_error_at_once(python: Path, config: Any, m
         VerifiersTasks(python=python / "none", config=config)
 
 
-def test_an_agent_that_is_not_to_be_trained_is_refused(chat_engine: GenerationEngine, python: Path) -> None:
+async def test_an_agent_that_is_not_to_be_trained_is_refused(chat_engine: GenerationEngine, python: Path) -> None:
     config = {"taskset": {"id": "sums", "num_tasks": 40}, "trainable": False}
     env = VerifiersTasks(python=python, config=config, held_out={"num_tasks": 1})
     (task,) = (task for task in env.train_problems(0, 0, 40) if task.id == "key-0")
     groups: list[SessionGroup] = []
 
-    async def main() -> None:
-        async with endpoint_over(chat_engine, max_tokens=8) as endpoint:
-            groups.extend(await run_agents(endpoint, env.program, [task], env.reward))
-
-    run_paced(main())
+    async with endpoint_over(chat_engine, max_tokens=8) as endpoint:
+        groups.extend(await run_agents(endpoint, env.program, [task], env.reward))
     assert "'agent' is not to be trained and asks the policy" in groups[0].failures[0]
 
 
@@ -191,7 +188,7 @@ __all__ = ["Sums"]
 
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL, reason="needs OWNLOOP_VERIFIERS_PYTHON")
-def test_an_environment_of_verifiers_itself(
+async def test_an_environment_of_verifiers_itself(
     chat_engine: GenerationEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sums.py").write_text(SUMS)
@@ -199,12 +196,9 @@ def test_an_environment_of_verifiers_itself(
     env = VerifiersTasks(python=Path(REAL), config=CONFIG, held_out={"num_tasks": 2})
     groups: list[SessionGroup] = []
 
-    async def main() -> None:
-        async with endpoint_over(chat_engine, max_tokens=8) as endpoint:
-            tasks = env.train_problems(0, 0, 12)
-            groups.extend(await run_agents(endpoint, env.program, tasks, env.reward, num_samples=2))
-
-    run_paced(main())
+    async with endpoint_over(chat_engine, max_tokens=8) as endpoint:
+        tasks = env.train_problems(0, 0, 12)
+        groups.extend(await run_agents(endpoint, env.program, tasks, env.reward, num_samples=2))
     unlucky = [group for group in groups if group.failures]
     assert [(group.prompt, len(group.failures)) for group in unlucky] == [("What is 1 + 2?", 2)]
     assert "unlucky" in unlucky[0].failures[0]
