@@ -1,7 +1,8 @@
 """Fake generators for the router's tests. They answer when the test tells them to."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,6 @@ from controller.processes.errors import MeshError, RequestTimeoutError
 from rl.lora import LivePolicy, Policy
 from rl.types import Completion, PullMode, SamplingParams
 from tests.rl.fakes import completion
-from tests.waiting import run_virtual
 
 SAMPLING = SamplingParams(max_tokens=4)
 
@@ -105,15 +105,13 @@ class Replicas(list[FakeReplica]):
         return self[-1]
 
 
-def run(test: Callable[[GeneratorRouter, Replicas], Awaitable[None]], num_replicas: int = 2, **options: Any) -> None:
-    async def main() -> None:
-        replicas = Replicas()
-        router = await GeneratorRouter.launch(replicas.start, num_replicas, pauses_s=(0.0, 0.0), **options)
-        await test(router, replicas)
-        await router.stop()
-        assert all(replica.stopped for replica in replicas)
-
-    run_virtual(main())
+@contextlib.asynccontextmanager
+async def routed(num_replicas: int = 2, **options: Any) -> AsyncGenerator[tuple[GeneratorRouter, Replicas]]:
+    replicas = Replicas()
+    router = await GeneratorRouter.launch(replicas.start, num_replicas, pauses_s=(0.0, 0.0), **options)
+    yield router, replicas
+    await router.stop()
+    assert all(replica.stopped for replica in replicas)
 
 
 async def settle() -> None:

@@ -7,7 +7,7 @@ import pytest
 from controller.handles.generator_router import GeneratorRouter
 from controller.processes.errors import MeshError, RequestTimeoutError
 from rl.types import Completion
-from tests.controller.handles.fake_replicas import SAMPLING, FakeReplica, Replicas, run, send, settle
+from tests.controller.handles.fake_replicas import SAMPLING, FakeReplica, Replicas, routed, send, settle
 from tests.waiting import run_virtual, until
 
 SYSTEM = tuple(range(1000, 1040))
@@ -17,8 +17,8 @@ def _prompt(number: int, num_tokens: int = 64) -> tuple[int, ...]:
     return tuple(number * 1000 + position for position in range(num_tokens))
 
 
-def test_requests_go_to_the_least_busy_replica_turns_stay_there() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_requests_go_to_the_least_busy_replica_turns_stay_there() -> None:
+    async with routed() as (router, replicas):
         tasks: list[asyncio.Task[list[Completion]]] = []
         turn = _prompt(1)
         for prompt, num_samples in ((turn, 8), (_prompt(2), 2), (_prompt(3), 2), (turn + _prompt(9, 40), 4)):
@@ -36,11 +36,9 @@ def test_requests_go_to_the_least_busy_replica_turns_stay_there() -> None:
         await router.generate(_prompt(7), SAMPLING)  # nothing is in progress any more
         assert replicas[0].prompts[-1] == _prompt(7)
 
-    run(test)
 
-
-def test_a_short_prefix_or_a_busy_replica_draws_no_request() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_a_short_prefix_or_a_busy_replica_draws_no_request() -> None:
+    async with routed() as (router, replicas):
         for number, num_samples in ((1, 2), (2, 1), (3, 1)):  # with the same system prompt
             send(router, *SYSTEM, *_prompt(number, 100), num_samples=num_samples)
             await settle()
@@ -50,11 +48,9 @@ def test_a_short_prefix_or_a_busy_replica_draws_no_request() -> None:
             await settle()
         assert [len(replica.prompts) for replica in replicas] == [3, 3]
 
-    run(test)
 
-
-def test_requests_after_a_pull_begins_have_its_version() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_requests_after_a_pull_begins_have_its_version() -> None:
+    async with routed() as (router, replicas):
         for replica in replicas:
             replica.may_pull.clear()
         pull = asyncio.create_task(router.pull_model_state_dict(3))
@@ -74,11 +70,9 @@ def test_requests_after_a_pull_begins_have_its_version() -> None:
         assert {v for request in requests for c in await request for v in c.versions} == {3}
         assert len(replicas[0].prompts) == len(replicas[1].prompts) == 2
 
-    run(test)
 
-
-def test_a_pull_that_is_given_up_reaches_every_replica() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_a_pull_that_is_given_up_reaches_every_replica() -> None:
+    async with routed() as (router, replicas):
         replicas[1].may_pull.clear()
         pull = asyncio.create_task(router.pull_model_state_dict(3))
         await settle()
@@ -89,22 +83,18 @@ def test_a_pull_that_is_given_up_reaches_every_replica() -> None:
         assert [replica.version for replica in replicas] == [3, 3]
         assert router.states == ("serving", "serving")
 
-    run(test)
 
-
-def test_a_version_that_none_can_pull_raises_and_restarts_none() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_a_version_that_none_can_pull_raises_and_restarts_none() -> None:
+    async with routed() as (router, replicas):
         for replica in replicas:
             replica.pull_error = ValueError("version 9 cannot be pulled; versions that can: 1, 2")
         with pytest.raises(ValueError, match="version 9 cannot be pulled"):
             await router.pull_model_state_dict(9)
         assert router.states == ("serving", "serving")
 
-    run(test)
 
-
-def test_a_replica_that_alone_fails_to_pull_is_restarted() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_a_replica_that_alone_fails_to_pull_is_restarted() -> None:
+    async with routed() as (router, replicas):
         replicas[1].pull_error = RuntimeError("half of the weights")
         await router.pull_model_state_dict(2)
         await settle()
@@ -113,11 +103,9 @@ def test_a_replica_that_alone_fails_to_pull_is_restarted() -> None:
         assert (replicas[2].index, replicas[2].version) == (1, 2)
         assert router.states == ("serving", "serving")
 
-    run(test)
 
-
-def test_requests_of_a_dead_replica_are_retried() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_requests_of_a_dead_replica_are_retried() -> None:
+    async with routed() as (router, replicas):
         await router.pull_model_state_dict(7)
         requests = [send(router, prompt, num_samples=2) for prompt in range(8)]
         await settle()
@@ -133,11 +121,9 @@ def test_requests_of_a_dead_replica_are_retried() -> None:
         assert [len(samples) for samples in answers] == [2] * 8
         assert router.states == ("serving", "serving")
 
-    run(test)
 
-
-def test_requests_of_a_dead_replica_raise_if_retries_are_off() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_requests_of_a_dead_replica_raise_if_retries_are_off() -> None:
+    async with routed(on_failure="raise") as (router, replicas):
         requests = [send(router, prompt) for prompt in range(2)]
         await settle()
         replicas[0].kill()
@@ -148,11 +134,9 @@ def test_requests_of_a_dead_replica_raise_if_retries_are_off() -> None:
         await settle()
         assert router.states == ("serving", "serving")
 
-    run(test, on_failure="raise")
 
-
-def test_a_request_that_kills_replica_after_replica_raises() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_a_request_that_kills_replica_after_replica_raises() -> None:
+    async with routed() as (router, replicas):
         request = send(router, 1)
         for _ in range(3):
             await settle()
@@ -160,11 +144,9 @@ def test_a_request_that_kills_replica_after_replica_raises() -> None:
         with pytest.raises(MeshError, match="a process died"):
             await request
 
-    run(test)
 
-
-def test_a_restart_that_fails_is_tried_again_once(capsys: pytest.CaptureFixture[str]) -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_a_restart_that_fails_is_tried_again_once(capsys: pytest.CaptureFixture[str]) -> None:
+    async with routed(num_replicas=1) as (router, replicas):
         request = send(router, 1)
         await settle()
         replicas.start_error = MeshError("generator", "the GPU is busy")
@@ -183,13 +165,11 @@ def test_a_restart_that_fails_is_tried_again_once(capsys: pytest.CaptureFixture[
             await router.pull_model_state_dict(1)
         assert "generator is down for good: generator: the GPU is busy" in capsys.readouterr().out
 
-    run(test, num_replicas=1)
-
 
 @pytest.mark.stranger("2.B6")
 @pytest.mark.parametrize("mesh", ["store", "trainer"])
-def test_requests_hear_of_the_death_of_what_a_replica_pulls_from(mesh: str) -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_requests_hear_of_the_death_of_what_a_replica_pulls_from(mesh: str) -> None:
+    async with routed(num_replicas=1) as (router, replicas):
         request = send(router, 1)
         await settle()
         replicas.start_error, replicas.num_start_errors = MeshError(mesh, "rank 0 died"), 1
@@ -203,22 +183,18 @@ def test_requests_hear_of_the_death_of_what_a_replica_pulls_from(mesh: str) -> N
         replicas[1].release()
         assert len(await request) == 1
 
-    run(test, num_replicas=1)
 
-
-def test_a_pull_in_which_a_replica_dies_goes_to_its_successor() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_a_pull_in_which_a_replica_dies_goes_to_its_successor() -> None:
+    async with routed(num_replicas=1) as (router, replicas):
         await router.pull_model_state_dict(1)
         replicas[0].kill()
         await router.pull_model_state_dict(2)
         assert len(replicas) == 2
         assert replicas[1].version == 2
 
-    run(test, num_replicas=1)
 
-
-def test_a_pull_from_a_dead_trainer_raises_and_restarts_none() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_a_pull_from_a_dead_trainer_raises_and_restarts_none() -> None:
+    async with routed() as (router, replicas):
         for replica in replicas:
             replica.pull_error = MeshError("trainer", "rank 1 died")
         with pytest.raises(MeshError, match="trainer: rank 1 died"):
@@ -226,11 +202,9 @@ def test_a_pull_from_a_dead_trainer_raises_and_restarts_none() -> None:
         await settle()
         assert len(replicas) == 2
 
-    run(test)
 
-
-def test_a_replacement_without_a_version_serves_after_a_pull() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_a_replacement_without_a_version_serves_after_a_pull() -> None:
+    async with routed(num_replicas=1) as (router, replicas):
         await router.pull_model_state_dict(1)
         request = send(router, 1)
         await settle()
@@ -250,11 +224,9 @@ def test_a_replacement_without_a_version_serves_after_a_pull() -> None:
         await router.pull_model_state_dict(3)
         assert {v for c in await request for v in c.versions} == {3}
 
-    run(test, num_replicas=1)
 
-
-def test_a_request_that_takes_too_long_harms_no_replica() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_a_request_that_takes_too_long_harms_no_replica() -> None:
+    async with routed() as (router, replicas):
         for replica in replicas:
             replica.late = True
             replica.release()
@@ -263,18 +235,14 @@ def test_a_request_that_takes_too_long_harms_no_replica() -> None:
         assert router.states == ("serving", "serving")
         assert len(replicas) == 2
 
-    run(test)
 
-
-def test_a_cancelled_request_is_cancelled_at_its_replica() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_a_cancelled_request_is_cancelled_at_its_replica() -> None:
+    async with routed() as (router, replicas):
         request = send(router, 1)
         await settle()
         request.cancel()
         await settle()
         assert replicas[0].num_cancelled == 1
-
-    run(test)
 
 
 def test_started_replicas_are_stopped_when_another_cannot_start() -> None:

@@ -9,7 +9,7 @@ from controller.handles.generator_router import GeneratorRouter, evaluator_of
 from controller.processes.errors import MeshError
 from rl.lora import Policy
 from rl.weights.version import PublisherGoneError
-from tests.controller.handles.fake_replicas import SAMPLING, FakeReplica, Replicas, run, settle
+from tests.controller.handles.fake_replicas import SAMPLING, FakeReplica, routed, settle
 from tests.waiting import until
 
 PROMPT = tuple(range(64))
@@ -23,8 +23,8 @@ def _send(router: GeneratorRouter, policy: Policy, prompt: tuple[int, ...] = (1,
     return asyncio.create_task(versions())
 
 
-def test_a_pull_of_an_adapter_holds_back_its_own_requests_alone() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_a_pull_of_an_adapter_holds_back_its_own_requests_alone() -> None:
+    async with routed() as (router, replicas):
         await router.pull_model_state_dict(1, policy="b")
         for replica in replicas:
             replica.may_pull.clear()
@@ -40,11 +40,9 @@ def test_a_pull_of_an_adapter_holds_back_its_own_requests_alone() -> None:
         await pull
         assert await waiting == {7}
 
-    run(test)
 
-
-def test_a_prefix_counts_under_its_own_weights_only() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_a_prefix_counts_under_its_own_weights_only() -> None:
+    async with routed() as (router, replicas):
         for name in ("a", "b"):
             await router.pull_model_state_dict(1, policy=name)
         _send(router, "a", PROMPT)
@@ -64,11 +62,9 @@ def test_a_prefix_counts_under_its_own_weights_only() -> None:
         await settle()
         assert [len(replica.prompts) for replica in replicas] == [4, 2]
 
-    run(test)
 
-
-def test_a_restarted_replica_has_every_policy_that_was_pulled() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_a_restarted_replica_has_every_policy_that_was_pulled() -> None:
+    async with routed(num_replicas=1) as (router, replicas):
         await router.pull_model_state_dict(3)
         for version in (1, 2):
             await router.pull_model_state_dict(version, policy="a")
@@ -83,11 +79,9 @@ def test_a_restarted_replica_has_every_policy_that_was_pulled() -> None:
         assert await request == {1}
         assert replicas[1].versions == {None: 3, "a": 2, ("a", 1): 1}
 
-    run(test, num_replicas=1)
 
-
-def test_pulls_of_several_policies_do_not_wait_for_each_other() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_pulls_of_several_policies_do_not_wait_for_each_other() -> None:
+    async with routed(num_replicas=1) as (router, replicas):
         replicas[0].may_pull.clear()
         replicas[0].quick = {"b"}
         slow = asyncio.create_task(router.pull_model_state_dict(1, policy="a"))
@@ -106,14 +100,12 @@ def test_pulls_of_several_policies_do_not_wait_for_each_other() -> None:
         await until(lambda: router.states == ("serving",), "a replica that serves")
         assert replicas[1].versions == {"a": 2, "b": 1}
 
-    run(test, num_replicas=1)
-
 
 @pytest.mark.parametrize(
     "error", [ValueError("this version is no longer kept"), PublisherGoneError("the trainer that published it is gone")]
 )
-def test_policies_no_longer_published_are_missed_by_name(error: Exception) -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_policies_no_longer_published_are_missed_by_name(error: Exception) -> None:
+    async with routed(num_replicas=1) as (router, replicas):
         await router.pull_model_state_dict(2, policy="a")
         await router.pull_model_state_dict(1, policy="a", frozen=True)
         start = replicas.start
@@ -141,20 +133,16 @@ def test_policies_no_longer_published_are_missed_by_name(error: Exception) -> No
         await router.pull_model_state_dict(3, policy="a")
         assert await waiting == {3}
 
-    run(test, num_replicas=1)
 
-
-def test_a_policy_that_no_replica_knows_cannot_be_dropped() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_a_policy_that_no_replica_knows_cannot_be_dropped() -> None:
+    async with routed() as (router, replicas):
         del replicas
         with pytest.raises(ValueError, match="policy is 'a'"):
             await router.drop_policy("a")
 
-    run(test)
 
-
-def test_dropped_frozen_versions_leave_nothing_in_a_server() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_dropped_frozen_versions_leave_nothing_in_a_server() -> None:
+    async with routed() as (router, replicas):
         for replica in replicas:
             replica.release()
 
@@ -169,8 +157,6 @@ def test_dropped_frozen_versions_leave_nothing_in_a_server() -> None:
             await come_and_go(version)
         assert _num_objects(router) <= before
 
-    run(test)
-
 
 def _num_objects(router: GeneratorRouter) -> int:
     """How many objects the router's own containers hold."""
@@ -178,8 +164,8 @@ def _num_objects(router: GeneratorRouter) -> int:
     return len([*parts["_pulls"]]) + sum(len(each) for each in parts.values() if isinstance(each, dict | set | list))
 
 
-def test_an_evaluator_pulls_what_its_generator_serves() -> None:
-    async def test(router: GeneratorRouter, replicas: Replicas) -> None:
+async def test_an_evaluator_pulls_what_its_generator_serves() -> None:
+    async with routed() as (router, replicas):
         bound = BoundGenerator(router, "a")
         assert (await evaluator_of(router), await evaluator_of(bound)) == (router, bound)
         router.evaluator = evaluator = FakeReplica(2)
@@ -195,5 +181,3 @@ def test_an_evaluator_pulls_what_its_generator_serves() -> None:
         evaluator.kill()
         with pytest.raises(MeshError):
             await evaluator_of(router)
-
-    run(test)
