@@ -12,7 +12,7 @@ import pytest
 from controller.commands.processes import descendants
 from controller.handles.generator_handle import GeneratorHandle
 from controller.handles.generator_router import GeneratorRouter
-from controller.launching.launcher import Launcher, launch
+from controller.launching.launcher import launch
 from controller.processes.errors import RequestTimeoutError
 from generator.config import GeneratorConfig
 from rl.types import Completion, SamplingParams
@@ -38,30 +38,6 @@ async def _all(router: GeneratorRouter, sampling: SamplingParams, num_samples: i
 def _assert_no_process_is_left(before: list[int]) -> None:
     """Those of earlier tests aside; the kernel may take a moment."""
     wait_until(lambda: not set(descendants()) - set(before), "the processes to end")
-
-
-@pytest.mark.slow  # tests/benchmarks/test_kill_cells.py does so in a whole run
-async def test_a_killed_replica_is_replaced_and_no_request_is_lost(tmp_path: Path) -> None:
-    model = served_llama(tmp_path / "model", tied=True)
-    config = GeneratorConfig(dtype="float32", max_model_len=128, max_num_seqs=32, num_replicas=2)
-    before = descendants()
-
-    async with Launcher(tmp_path / "logs") as launcher:
-        router = await launcher.generator(model, config)
-        assert isinstance(router, GeneratorRouter)
-        expected = [samples[0].tokens for samples in await _all(router, GREEDY)]
-        first, second = _handles(router)
-        requests = asyncio.create_task(_all(router, SamplingParams(max_tokens=80, seed=1), 32))
-        await working(first)
-        os.kill(first.mesh.pids[0], signal.SIGKILL)
-        assert [len(group) for group in await requests] == [32] * len(PROMPTS)
-        await until(lambda: router.states == ("serving", "serving"), "both replicas to serve")
-        successor, other = _handles(router)
-        assert successor is not first
-        assert other is second
-        again = await asyncio.gather(*(successor.generate(prompt, GREEDY) for prompt in PROMPTS))
-        assert [samples[0].tokens for samples in again] == expected
-    _assert_no_process_is_left(before)
 
 
 @pytest.mark.slow

@@ -136,15 +136,3 @@ def test_evaluations_apart_measure_the_same(tmp_path: Path) -> None:
     for name in ("apart", "killed"):
         assert rows(name, evaluations=True) == rows("between", evaluations=True)
         assert rows(name, evaluations=False) == rows("between", evaluations=False)
-
-
-@pytest.mark.slow  # each signal, without processes: tests/controller/commands/test_stop_signals.py
-def test_ctrl_c_saves_the_last_step_and_ends_every_process(tmp_path: Path) -> None:
-    run = _ownloop(tmp_path, TINY_RECIPE, "--num-steps", "1000")
-    wait_for_step(run, tmp_path / "run", 1)
-    os.kill(run.pid, signal.SIGINT)
-    output, _ = run.communicate(timeout=LIMIT_S)
-    assert run.returncode == 128 + signal.SIGINT
-    wait_until(lambda: not _left_behind(run.pid), "the kernel to take down what was killed")
-    assert "interrupted; saved: " in output
-    assert "metrics and rollouts of" in output

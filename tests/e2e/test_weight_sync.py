@@ -35,29 +35,6 @@ from tests.waiting import LIMIT_S
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.slow  # in one process: tests/generator/test_pull.py::test_pulled_weights_equal_a_fresh_engines
-async def test_pulled_weights_generate_what_a_fresh_generator_does(tmp_path: Path) -> None:
-    directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"
-    exported = export(directory, perturbed(directory, 7), "bfloat16", tmp_path / "exported")
-
-    async with (
-        running_store(logs) as store,
-        running_generator(directory, "bfloat16", logs, store) as generator,
-        running_generator(exported, "bfloat16", tmp_path / "fresh") as fresh,
-    ):
-        before, expected = await greedy(generator), [c.logprobs for c in await greedy(fresh)]
-        assert [c.logprobs for c in before] != expected
-        async with running_publisher(store, directory, "bfloat16", "shared_memory", logs) as publisher:
-            for version in (5, 6, 7):
-                await publish(publisher, version, seed=version)
-                await generator.pull_model_state_dict(version)
-        after = await greedy(generator)
-        assert await generator.version() == 7
-        assert [c.logprobs for c in after] == expected
-        assert {v for c in before for v in c.versions} == {0}
-        assert {v for c in after for v in c.versions} == {7}
-
-
 @pytest.mark.slow
 async def test_what_cannot_be_pulled_leaves_the_weights_as_they_were(tmp_path: Path) -> None:
     directory, logs = served_llama(tmp_path / "model", tied=True), tmp_path / "logs"

@@ -131,22 +131,6 @@ async def test_a_tied_model_whose_files_repeat_the_head(tmp_path: Path, build_en
     assert [c.logprobs for c in await greedy(engine)] == [c.logprobs for c in await greedy(fresh)]
 
 
-@pytest.mark.slow  # tests/e2e/test_grpo.py pulls this model too, and compares its scores with the trainer's
-async def test_the_real_model_takes_in_new_weights(tmp_path: Path, build_engine: EngineFactory, smollm2: Path) -> None:
-    # Its matrices are large enough for every way in which vLLM packs weights on the CPU.
-    engine, store = build_engine(smollm2, "bfloat16"), FakeStore()
-    weights = {name: 1.01 * tensor.float() for name, tensor in load_file(smollm2 / "model.safetensors").items()}
-    few = SamplingParams(max_tokens=3, temperature=0)  # a CPU without bfloat16 takes a second for each
-
-    before = await greedy(engine, few)
-    await WeightPublisher(torch.bfloat16, store=store).publish(1, weights.items())
-    await pull(engine, store, 1)
-    after = await greedy(engine, few)
-    fresh = build_engine(export(smollm2, weights, torch.bfloat16, tmp_path / "exported"), "bfloat16")
-    assert [c.logprobs for c in after] == [c.logprobs for c in await greedy(fresh, few)]
-    assert [c.logprobs for c in after] != [c.logprobs for c in before]
-
-
 @pytest.mark.paced
 async def test_running_requests_finish_under_their_weights(tmp_path: Path, build_engine: EngineFactory) -> None:
     directory = served_llama(tmp_path / "model", tied=True)

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.commands.command_line import parse_command
-from ownloop_doctors.check_parts import CheckEngine
-from tests.controller.commands.test_cli import assert_quick, leave_no_home
-from tests.controller.commands.test_command_line import assert_explains_its_arguments, assert_one_sentence
+from tests.controller.commands.test_cli import assert_quick
+from tests.controller.commands.test_command_line import assert_one_sentence
 from tests.controller.commands.test_run import (
     DAMAGES,
     OUTSIDE,
@@ -18,12 +16,6 @@ from tests.controller.commands.test_run import (
     refused_after,
     write_runs,
 )
-from tests.controller.commands.test_stop_signals import interrupt_import
-
-
-def test_words_become_a_command() -> None:
-    command = CheckEngine(engine="e", layout=("a=1", "b=2"))
-    assert parse_command("check-engine e --layout a=1 --layout b=2".split()) == command
 
 
 def test_a_mistake_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
@@ -33,10 +25,6 @@ def test_a_mistake_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_long_path_is_not_cut_in_two(capfd: pytest.CaptureFixture[str]) -> None:
     path = f"{'folder/' * 30}curves.pdf"
     assert f"--plot is {path}; " in refused(capfd, "compare", "a", "b", "--plot", path)
-
-
-def test_a_command_explains_its_arguments(capfd: pytest.CaptureFixture[str]) -> None:
-    assert_explains_its_arguments("sweep", capfd)
 
 
 def test_a_run_or_a_model_that_is_not_there_is_named(
@@ -74,10 +62,6 @@ def test_every_command_has_a_help(command: str, option: str, capfd: pytest.Captu
     assert command != "parity" or "  --limit FLOAT" in shown
 
 
-def test_after_a_recipe_help_lists_its_fields(capfd: pytest.CaptureFixture[str]) -> None:
-    assert "--optimizer.learning-rate" in help_of("parity", str(RECIPE), "--help", capfd=capfd)
-
-
 @pytest.mark.stranger("F4")
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_sweep_s_name_stays_within_the_folder_of_runs(
@@ -98,15 +82,3 @@ def test_a_damaged_file_of_a_run_is_named(
     for damage in DAMAGES:
         Path("runs/a/metrics.jsonl").write_bytes(b'{"step": 1, "schema_version": 4}\n' + damage)
         assert "error: runs/a/metrics.jsonl, line 2, is damaged: " in refused_after(capfd, "compare", "a", "b")
-
-
-def test_a_user_without_a_home_directory_is_told(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    leave_no_home(monkeypatch)
-    assert "no home directory, for a cache; set HOME" in refused(capfd, "model", "smollm2-135m-instruct")
-
-
-@pytest.mark.seconds
-def test_ctrl_c_while_the_recipe_is_imported(tmp_path: Path) -> None:
-    interrupt_import("parity", tmp_path)

@@ -6,12 +6,7 @@ from pathlib import Path
 import pytest
 
 from controller.commands.command_line import parse_command
-from tests.controller.commands.test_command_line import assert_explains_its_arguments
 from tests.controller.commands.test_run import refused, write_runs
-
-
-def test_a_command_explains_its_arguments(capfd: pytest.CaptureFixture[str]) -> None:
-    assert_explains_its_arguments("report", capfd)
 
 
 def test_dashboards_are_listed_with_what_they_need(capfd: pytest.CaptureFixture[str]) -> None:

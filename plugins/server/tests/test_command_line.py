@@ -8,7 +8,7 @@ import pytest
 from controller.commands.command_line import parse_command
 from ownloop_server.commands import ExportTinker, Key, Serve
 from tests.controller.commands.test_cli import assert_quick
-from tests.controller.commands.test_command_line import assert_explains_its_arguments, assert_one_sentence
+from tests.controller.commands.test_command_line import assert_one_sentence
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,6 @@ def test_words_become_a_command(words: str, command: Any) -> None:
 )
 def test_a_mistake_is_one_sentence(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert_one_sentence(words, message, capfd)
-
-
-def test_a_command_explains_its_arguments(capfd: pytest.CaptureFixture[str]) -> None:
-    assert_explains_its_arguments("key", capfd)
 
 
 @pytest.mark.stranger("F5")

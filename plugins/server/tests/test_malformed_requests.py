@@ -41,9 +41,3 @@ def test_bodies_that_are_no_chat_are_refused(tmp_path: Path) -> None:
         for body in (b"nonsense", b"[" * 100_000, b"[]", b"\xff\xfe"):
             answer = httpx.post(f"{server.url}/oai/api/v1/chat/completions", content=body)
             assert (answer.status_code, bool(answer.json()["error"]["message"])) == (400, True)
-
-
-@pytest.mark.slow
-def test_10000_malformed_requests(tmp_path: Path) -> None:
-    with running_server(tmp_path, poll_s=0.05) as server:
-        check(server, 10_000)

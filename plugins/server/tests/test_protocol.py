@@ -253,18 +253,6 @@ def test_a_pickled_loss_and_other_optimizers_are_refused(server: RunningServer) 
         training.optim_step(optimizers.OptimParamsBase(type="lion")).result()
 
 
-def test_images_are_refused_in_training_and_in_sampling(server: RunningServer) -> None:
-    image = types.ModelInput(chunks=[types.ImageChunk(data=b"png", format="png", expected_tokens=1)])
-    target = types.TensorData(data=[3], dtype="int64", shape=[1])
-    with pytest.raises(tinker.RequestFailedError, match="trains on text"):
-        new_client(server).forward_backward(
-            [types.Datum(model_input=image, loss_fn_inputs={"target_tokens": target})], "cross_entropy"
-        ).result()
-    sampling = server.client().create_sampling_client(base_model="toy").result()
-    with pytest.raises(tinker.RequestFailedError, match="from text only"):
-        sampling.sample(image, 1, types.SamplingParams(max_tokens=1)).result()
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -269,14 +269,6 @@ def test_what_is_not_supported_is_refused_by_name(server: RunningServer, option:
         sampling.sample(PROMPT, 1, params, include_prompt_logprobs=True, **option).result()
 
 
-def test_a_prompt_that_does_not_fit_harms_no_later_call(server: RunningServer) -> None:
-    sampling: Any = server.client().create_sampling_client(base_model="toy").result()
-    with pytest.raises(tinker.RequestFailedError, match="the context holds 64") as error:
-        sampling.sample(types.ModelInput.from_ints([2] * 70), 1, types.SamplingParams()).result()
-    assert error.value.category == "user"
-    assert scores(sampling)
-
-
 @pytest.mark.parametrize(("num_samples", "max_tokens"), [(2**40, 1), (0, 1), (-1, 1), (1, 2**40)])
 def test_a_request_without_end_is_refused(server: RunningServer, num_samples: int, max_tokens: int) -> None:
     sampling: Any = server.client().create_sampling_client(base_model="toy").result()

@@ -124,44 +124,6 @@ def test_what_fills_the_context_is_sampled_scored_and_trained_on(url: str) -> No
         client.compute_logprobs(types.ModelInput.from_ints([*tokens, 3])).result()
 
 
-def test_chosen_ids_have_the_log_probs_of_the_trainer(url: str) -> None:
-    service = tinker.ServiceClient(base_url=url, api_key="tml-local")
-    training = service.create_lora_training_client("tiny", rank=4, seed=2).result()
-    step(training)
-    client = training.save_weights_and_get_sampling_client().result()
-    ids = [[-1] * 4 for _ in TOKENS[1:]]
-    ids[3], ids[-1] = [1, TOKENS[4], -1, 40], [9, 10, TOKENS[-1], 12]
-    target = types.TensorData(data=[token for row in ids for token in row], dtype="int64", shape=[len(ids), 4])
-    one = types.SamplingParams(max_tokens=1)
-    output = client.sample(types.ModelInput.from_ints(TOKENS), 1, one, target_prompt_logprobs=target).result()
-    found = output.target_prompt_logprobs.to_numpy()
-    at_0 = np.maximum(ids, 0)
-    targets = types.TensorData(data=at_0.flatten().tolist(), dtype="int64", shape=list(at_0.shape))
-    pairs = types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs={"target_tokens": targets})
-    of_trainer = training.forward([pairs], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
-    np.testing.assert_allclose(found, np.where(np.array(ids) < 0, 0, of_trainer), atol=1e-4)
-
-
-def test_an_old_client_does_not_drift_in_4_steps_and_resumes(url: str) -> None:
-    service = tinker.ServiceClient(base_url=url, api_key="tml-local")
-    training = service.create_lora_training_client("tiny", rank=4, seed=1).result()
-
-    step(training)
-    old = training.save_weights_and_get_sampling_client().result()
-    before = sampled(old)
-    for _ in range(4):
-        step(training)
-    assert (sampled(old) == before).all()
-    state = training.save_state("four").result().path
-    weights = training.save_weights_for_sampler("four").result().path
-    from_path = service.create_sampling_client(model_path=weights).result()
-    np.testing.assert_allclose(sampled(from_path), trained(training), atol=1e-4)
-    resumed = service.create_training_client_from_state_with_optimizer(state).result()
-    for client in (training, resumed):
-        step(client)
-    np.testing.assert_allclose(trained(resumed), trained(training), atol=1e-6)
-
-
 def test_the_sampled_log_probs_are_those_of_training(url: str) -> None:
     service = tinker.ServiceClient(base_url=url, api_key="tml-local")
     training = service.create_lora_training_client("tiny", rank=4).result()

@@ -63,24 +63,6 @@ def _run(tmp_path: Path, body: Any) -> Any:
     return asyncio.run(main())
 
 
-@pytest.mark.slow  # mistakes among three: the next test
-def test_eight_tasks_at_once_do_what_each_does_alone(tmp_path: Path) -> None:
-    async def body(base: Trainer, generator: Generator) -> tuple[list[list[Step]], list[list[Step]]]:
-        async def task(index: int, name: str) -> list[Step]:
-            trainer = await base.adapter(name, LoRAConfig(rank=(4, 8)[index % 2], seed=index))
-            steps = await _steps(trainer, BoundGenerator(generator, name), index)
-            await trainer.drop()
-            await generator.drop_policy(name)
-            return steps
-
-        together = await asyncio.gather(*(task(index, f"task-{index}") for index in range(NUM_ADAPTERS)))
-        return together, [await task(index, f"alone-{index}") for index in range(NUM_ADAPTERS)]
-
-    together, alone = _run(tmp_path, body)
-    assert len({step[1] for steps in together for step in steps}) == 3 * NUM_ADAPTERS
-    assert together == alone
-
-
 def test_a_mistake_with_one_adapter_harms_no_other(tmp_path: Path) -> None:
     async def body(base: Trainer, generator: Generator) -> None:
         good, bad = await asyncio.gather(

@@ -4,7 +4,6 @@ They have the columns of the ones that the recipes name, and content that a mode
 """
 
 import json
-import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,24 +26,6 @@ def write_conversations(folder: Path) -> None:
     ]
     for split in ("train", "test"):
         _write(folder / "HuggingFaceH4" / "no_robots" / f"{split}.jsonl", rows)
-
-
-def write_questions(folder: Path) -> None:
-    """`openai/gsm8k`, configuration `main`: questions whose answer is that of the recipe's own example, 3.
-
-    SmolLM2 boxes an answer in one of eight samples in the recipe's format, and hardly ever the right one of a sum. All
-    rewards, and with them all advantages, would be 0.
-    """
-    data = folder / "openai" / "gsm8k"
-    numbers = random.Random(0)
-    rows: list[dict[str, str]] = []
-    for _ in range(512):
-        b = numbers.randint(1, 9)
-        rows.append({"question": f"What is {b + 3} - {b}?", "answer": f"{b + 3}-{b}=3\n#### 3"})
-    for split in ("train", "test"):
-        _write(data / "main" / f"{split}.jsonl", rows)
-    files = "".join(f"  - split: {split}\n    path: main/{split}.jsonl\n" for split in ("train", "test"))
-    (data / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
 
 
 def write_preferences(folder: Path) -> None:

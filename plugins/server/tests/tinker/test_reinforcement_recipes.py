@@ -7,7 +7,6 @@ import pytest
 
 from ownloop_server.child_server import Server
 from plugins.server.tests.tinker.conftest import learns
-from plugins.server.tests.tinker.datasets_here import HUB_MODEL, link_model, write_questions
 from plugins.server.tests.tinker.recipes import CHAT_FORMAT, metric, run_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
@@ -53,14 +52,6 @@ def test_math_rl_of_sums(server: Server, tmp_path: Path, loss: str, options: dic
         **options,
     )
     check_rises(metric(log, "env/all/reward/total"), 4)
-
-
-def test_rl_loop_runs_to_its_end(server: Server, tmp_path: Path) -> None:
-    write_questions(tmp_path)
-    link_model(tmp_path, server.model)
-    sizes = {"batch_size": 4, "group_size": 8, "max_tokens": 40, "max_steps": 4, "learning_rate": 3e-4}
-    log = run_recipe(server, "rl_loop", tmp_path, model_name=HUB_MODEL, loss_fn="importance_sampling", **sizes)
-    check_count(metric(log, "reward/total"), 4)
 
 
 def test_guess_number_runs_to_its_end(server: Server, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.locked_environment import locked_python
 from ownloop_server.child_server import Server
 from plugins.server.tests.tinker.conftest import learns
-from plugins.server.tests.tinker.datasets_here import HUB_MODEL, link_model, write_conversations, write_preferences
+from plugins.server.tests.tinker.datasets_here import write_preferences
 from plugins.server.tests.tinker.recipes import (
     CHAT_FORMAT,
     LOCK,
@@ -60,24 +60,6 @@ def test_chat_sl_learns_the_bundled_conversations_and_resumes(server: Server, tm
     if learns():
         assert losses[-1] < losses[0] - 0.3
         assert fmean(losses[before:]) < losses[0] - 0.2  # with the weights of the checkpoint
-
-
-def test_sl_loop_learns(server: Server, tmp_path: Path) -> None:
-    write_conversations(tmp_path)
-    link_model(tmp_path, server.model)
-    options: dict[str, Any] = {
-        "batch_size": 10,
-        "max_length": 256,
-        "save_every": 2,
-        "max_steps": 5,
-        "learning_rate": 3e-4,
-    }
-    log = run_recipe(server, "sl_loop", tmp_path, model_name=HUB_MODEL, **options)
-    losses = metric(log, "train_mean_nll")
-    print("train_mean_nll", [round(loss, 3) for loss in losses])
-    assert len(losses) == 5
-    if learns():
-        assert losses[-1] < losses[0] - 0.3
 
 
 def test_dpo_begins_at_ln_2_and_falls(server: Server, tmp_path: Path) -> None:
