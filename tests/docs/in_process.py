@@ -63,7 +63,6 @@ class InProcessTrainer(EngineTrainer):
         return replace(output, metrics={**output.metrics, **rate})
 
     async def push_model_state_dict(self) -> int:
-        """See `rl.protocols.Trainer`."""
         if self.engine is self._base:
             weights = {name: weight.detach().clone() for name, weight in self.engine.hf_parameters()}
         else:
@@ -94,7 +93,6 @@ class InProcessGenerator:
         mode: PullMode = "drain",
         keep_prefix_cache: bool = False,
     ) -> None:
-        """See `rl.protocols.Generator`."""
         weights = self._published[policy, version]
         head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])  # the embedding's, where it is tied
         self._served[(policy, version) if frozen else policy] = version, {**weights, "lm_head.weight": head}
@@ -102,7 +100,6 @@ class InProcessGenerator:
         gauge("generator", dict.fromkeys(names, 0.5))
 
     async def drop_policy(self, policy: Policy) -> None:
-        """See `rl.protocols.Generator`."""
         del self._served[policy]
 
     async def generate(

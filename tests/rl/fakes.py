@@ -13,7 +13,6 @@ class WordRenderer:
     """A renderer for rollouts that encodes a word as one token, its length."""
 
     def __init__(self, max_model_len: int | None = None) -> None:
-        """See `rl.rollouts.rendering.Renderer`."""
         self.max_model_len = max_model_len
 
     def encode(self, prompt: object) -> tuple[int, ...]:
@@ -49,7 +48,6 @@ class ScriptedGenerator:
     async def generate(
         self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
     ) -> list[Completion]:
-        """See `rl.protocols.Generator`."""
         prompt = tuple(prompt_tokens)
         self.calls.append((prompt, sampling, num_samples))
         for _ in range(10 * (5 - len(self.calls) % 5)):

@@ -26,30 +26,24 @@ class EngineTrainer:
         self._per_microbatch = per_microbatch
 
     async def policy_version(self) -> int:
-        """See `rl.protocols.Trainer`."""
         return self.engine.policy_version
 
     async def forward_backward(
         self, batch: Sequence[Datum], loss: str | Callable[..., Any], loss_config: Mapping[str, Any] | None = None
     ) -> ForwardBackwardOutput:
-        """See `rl.protocols.Trainer`."""
         checked = get_loss(loss, loss_config)
         return self.engine.forward_backward(self._cut(checked.prepared(batch), checked.required_inputs), checked)
 
     async def forward(self, batch: Sequence[Datum], *, entropy: bool = False) -> ForwardBackwardOutput:
-        """See `rl.protocols.Trainer`."""
         return self.engine.forward(self._cut(batch, ()), entropy=entropy)
 
     async def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
-        """See `rl.protocols.Trainer`."""
         return self.engine.optim_step(params, grad_scale)
 
     async def zero_grad(self) -> None:
-        """See `rl.protocols.Trainer`."""
         self.engine.zero_grad()
 
     async def to(self, device: str, *, model: bool = False, gradients: bool = False, optimizer: bool = False) -> None:
-        """See `rl.protocols.Trainer`."""
         self.engine.to(device, model=model, gradients=gradients, optimizer=optimizer)
 
     async def push_model_state_dict(self) -> int:
@@ -57,33 +51,26 @@ class EngineTrainer:
         return self.engine.policy_version
 
     async def save_checkpoint(self, path: Path, *, asynchronous: bool = False, keep_last: int | None = None) -> None:
-        """See `rl.protocols.Trainer`."""
         self.engine.save_checkpoint(path, asynchronous=asynchronous, keep_last=keep_last)
 
     async def wait_for_checkpoint(self) -> None:
-        """See `rl.protocols.Trainer`."""
         self.engine.wait_for_checkpoint()
 
     async def load_checkpoint(self, path: Path, *, weights_only: bool = False) -> int:
-        """See `rl.protocols.Trainer`."""
         return self.engine.load_checkpoint(path, weights_only=weights_only)
 
     async def export_hf(self, path: Path) -> None:
-        """See `rl.protocols.Trainer`."""
         self.engine.export_hf(path, torch.float32)
 
     async def adapter(self, name: str, config: LoRAConfig) -> "Trainer":
-        """See `rl.protocols.Trainer`."""
         adapter = copy.copy(self)
         adapter.engine, adapter._base, adapter._name = self._base.adapter(name, config), self._base, name
         return adapter
 
     async def drop(self) -> None:
-        """See `rl.protocols.Trainer`."""
         self._base.drop_adapter(self._name)
 
     async def export_peft(self, path: Path) -> None:
-        """See `rl.protocols.Trainer`."""
         self.engine.export_peft(path, torch.float32)
 
     def _cut(self, batch: Sequence[Datum], required_inputs: Sequence[str]) -> list[Sequence[Datum]]:

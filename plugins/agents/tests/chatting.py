@@ -74,7 +74,6 @@ class EngineGenerator:
         self._requests = OpenAIRequests(engine)
 
     async def openai(self, call: OpenAICall) -> OpenAIReply:
-        """See `GeneratorHandle.openai`."""
         call_id = uuid.uuid4().hex
 
         async def events() -> AsyncGenerator[str]:

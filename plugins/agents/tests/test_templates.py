@@ -84,7 +84,6 @@ class Chat:
         self.stops: frozenset[int] = frozenset()
 
     def render(self, conversation: Sequence[Message], *, opened: bool) -> str:
-        """See `splicing.Template`."""
         chat: Any = [dict(message) for message in conversation]
         special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
         options: Any = {"tools": self._tools, "add_generation_prompt": opened, **special}

@@ -39,15 +39,12 @@ class Letters:
         return Program(argv=[sys.executable, "-I", "-S", "-c", SCRIPT, "{prompt}"], sandbox="local")
 
     def train_problems(self, seed: int, start: int, count: int) -> list[AgentTask]:
-        """See `AgentEnv`."""
         return [AgentTask(id=f"{seed}-{index}", prompt=f"task {index}") for index in range(start, start + count)]
 
     def eval_problems(self, count: int) -> list[AgentTask]:
-        """See `AgentEnv`."""
         return [AgentTask(id=f"eval-{index}", prompt=f"held out {index}") for index in range(count)]
 
     async def reward(self, task: AgentTask, work: Work, attempt: Attempt) -> float:
-        """See `AgentEnv`."""
         del task, attempt
         said = (work / "said.txt").read_text()
         return sum(letter.isalpha() for letter in said) / max(len(said), 1)

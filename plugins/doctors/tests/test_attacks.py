@@ -77,11 +77,9 @@ class Largest:
     name, stop, call_time_limit_s = "largest word", (), 60.0
 
     def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
-        """See `rl.protocols.Env`."""
         return [self._problem(random.Random(f"{seed}/{n}")) for n in range(start, start + count)]
 
     def eval_problems(self, count: int) -> list[TextProblem]:
-        """See `rl.protocols.Env`."""
         return [self._problem(random.Random(f"eval/{n}")) for n in range(count)]
 
     def _problem(self, drawn: random.Random) -> TextProblem:
@@ -127,7 +125,6 @@ class WithCore(TextProblem):
     """The answer is the last word."""
 
     def answer_of(self, completion: str) -> str:
-        """See `rl.protocols.ProblemOptions`."""
         return (completion.split() or [""])[-1]
 
 

@@ -26,12 +26,18 @@ INTERLEAVED = {"pipeline_schedule": "Interleaved1F1B"}
 MEGATRON = {"engine": "megatron"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2_tied": {"data_parallel_shard": 2},
-    "replicated2_untied": {"data_parallel_replicate": 2, "activation_checkpointing": "full"},
     "tp2_tied": {"tensor_parallel": 2},
-    "fsdp2_tp2_untied": {"data_parallel_shard": 2, "tensor_parallel": 2},
     "pp2_untied": {"pipeline_parallel": 2},
-    "pp2_fsdp2_untied": {"pipeline_parallel": 2, "data_parallel_shard": 2, "activation_checkpointing": "full"},
     "ep2_moe": {"data_parallel_shard": 2, "expert_parallel": 2},
+    "transformers_fsdp2_tied": {"engine": "fsdp2", "data_parallel_shard": 2, "activation_checkpointing": "full"},
+    "fsdp1_tied": {"engine": "fsdp1", "data_parallel_shard": 2, "activation_checkpointing": "full"},
+    "megatron_tp2_tied": {**MEGATRON, "tensor_parallel": 2},
+    "megatron_ep2_moe": {**MEGATRON, "data_parallel_replicate": 2, "expert_parallel": 2},
+}
+SLOW_LAYOUTS: dict[str, dict[str, Any]] = {
+    "replicated2_untied": {"data_parallel_replicate": 2, "activation_checkpointing": "full"},
+    "fsdp2_tp2_untied": {"data_parallel_shard": 2, "tensor_parallel": 2},
+    "pp2_fsdp2_untied": {"pipeline_parallel": 2, "data_parallel_shard": 2, "activation_checkpointing": "full"},
     "fsdp2_tp2_ep2_moe": {"data_parallel_shard": 2, "tensor_parallel": 2, "expert_parallel": 2},
     "cp2_tp2_untied": {"context_parallel": 2, "tensor_parallel": 2},
     "hsdp2x2_untied": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
@@ -40,14 +46,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_exaone4": {"tensor_parallel": 2},
     "cp2_tp2_hunyuan": {"context_parallel": 2, "tensor_parallel": 2},
     "pp2_fsdp2_biased": {"pipeline_parallel": 2, "data_parallel_shard": 2},
-    "transformers_fsdp2_tied": {"engine": "fsdp2", "data_parallel_shard": 2, "activation_checkpointing": "full"},
-    "fsdp1_tied": {"engine": "fsdp1", "data_parallel_shard": 2, "activation_checkpointing": "full"},
     "fsdp1_replicated2_untied": {"engine": "fsdp1", "data_parallel_replicate": 2},
     "fsdp1_hsdp2x2_untied": {"engine": "fsdp1", "data_parallel_replicate": 2, "data_parallel_shard": 2},
     "transformers_hsdp2x2_untied": {"engine": "fsdp2", "data_parallel_replicate": 2, "data_parallel_shard": 2},
     "transformers_fsdp2_moe": {"engine": "fsdp2", "data_parallel_shard": 2},
     "transformers_hsdp2x2_moe": {"engine": "fsdp2", "data_parallel_replicate": 2, "data_parallel_shard": 2},
-    "megatron_tp2_tied": {**MEGATRON, "tensor_parallel": 2},
     "megatron_tp2_without_sp_tied": {**MEGATRON, "tensor_parallel": 2, "sequence_parallel": False},
     "megatron_replicated2_untied": {**MEGATRON, "data_parallel_replicate": 2, "activation_checkpointing": "full"},
     "megatron_sharded2_tied": {**MEGATRON, "data_parallel_shard": 2},
@@ -80,7 +83,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "megatron_pp2_tp2_untied": {**MEGATRON, "pipeline_parallel": 2, "tensor_parallel": 2},
     "megatron_replicated2_tp2_untied": {**MEGATRON, "data_parallel_replicate": 2, "tensor_parallel": 2},
     "megatron_pp2_replicated2_untied": {**MEGATRON, "pipeline_parallel": 2, "data_parallel_replicate": 2},
-    "megatron_ep2_moe": {**MEGATRON, "data_parallel_replicate": 2, "expert_parallel": 2},
     "megatron_tp2_biased": {**MEGATRON, "tensor_parallel": 2},
     "megatron_pp2_biased": {**MEGATRON, "pipeline_parallel": 2},
     "megatron_pp2_moe": {**MEGATRON, "pipeline_parallel": 2},
@@ -116,65 +118,17 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     },
     "adapter_transformers_hsdp2x2_untied": {"engine": "fsdp2", "data_parallel_replicate": 2, "data_parallel_shard": 2},
 }
-SLOW = {
-    "fsdp1_hsdp2x2_untied",
-    "hsdp2x2_untied",
-    "pp2_fsdp2_untied",
-    "tp2_biased",
-    "tp2_ernie4_5",
-    "tp2_exaone4",
-    "cp2_tp2_hunyuan",
-    "pp2_fsdp2_biased",
-    "fsdp2_tp2_untied",
-    "fsdp2_tp2_ep2_moe",
-    "cp2_tp2_untied",
-    "transformers_hsdp2x2_untied",
-    "transformers_hsdp2x2_moe",
-    "megatron_sharded2_tied",
-    "megatron_cp2_tied",
-    "megatron_cp3_untied",
-    "megatron_pp2_untied",
-    "megatron_cp2_tp2_biased",
-    "megatron_cp2_tp2_without_sp_tied",
-    "megatron_pp2_cp2_untied",
-    "megatron_sharded2_cp2_tied",
-    "megatron_replicated2_cp2_untied",
-    "megatron_cp2_ep2_moe",
-    "megatron_cp2_tp2_ep2_moe",
-    "megatron_sharded2_tp2_untied",
-    "megatron_pp2_sharded2_untied",
-    "megatron_sharded3_tied",
-    "megatron_sharded4_ep2_moe",
-    "megatron_sharded2_tp2_ep2_moe",
-    "megatron_interleaved_pp2_layers",
-    "megatron_pp2_tp2_untied",
-    "megatron_replicated2_tp2_untied",
-    "megatron_pp2_replicated2_untied",
-    "megatron_replicated4_ep2_moe",
-    "megatron_tp2_without_sp_tied",
-    "megatron_tp2_moe",
-    "megatron_tp2_ep2_moe",
-    "megatron_replicated2_tp2_ep2_moe",
-    "megatron_pp2_tp2_ep2_moe",
-    "megatron_tp2_biased",
-    "megatron_pp2_biased",
-    "megatron_pp2_moe",
-    "megatron_pp2_ep2_moe",
-    "fsdp1_replicated2_untied",
-    "replicated2_untied",
-    "transformers_fsdp2_moe",
-    "megatron_replicated2_untied",
-    *(set(ADAPTERS) - {"adapter_fsdp2_tied"}),  # of two stages: test_sharded_adapters.py
-}
+ALL = {**LAYOUTS, **SLOW_LAYOUTS, **ADAPTERS}
+FAST = {*LAYOUTS, "adapter_fsdp2_tied"}  # an adapter of two stages: test_sharded_adapters.py
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in (*LAYOUTS, *ADAPTERS)],
+    params=[pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in ALL],
 )
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LayoutResults:
     """The results of the layout, and of one rank of the engine `torchtitan`, or of its own if it replays no experts."""
-    engine = {**LAYOUTS, **ADAPTERS}[request.param].get("engine", "torchtitan")
+    engine = ALL[request.param].get("engine", "torchtitan")
     if engine not in INSTALLED:
         pytest.skip(f"the engine {engine!r} is not installed")
     directory = tmp_path_factory.mktemp(request.param)
@@ -193,7 +147,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         )
     lora = LoRAConfig(rank=4) if request.param in ADAPTERS else None
     one = TrainerConfig(model=model, compute_dtype="float32", max_tokens_per_microbatch=50, lora=lora)
-    config = replace(one, **{**LAYOUTS, **ADAPTERS}[request.param])
+    config = replace(one, **ALL[request.param])
     if request.param.endswith("_moe") and not find_engine(config.engine).replays_routes:
         one = replace(one, engine=config.engine)  # torchtitan's would replay experts
     many, of_one = (

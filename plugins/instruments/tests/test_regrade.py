@@ -51,7 +51,6 @@ class HalfBlind(EvenWords):
     """`EvenWords` with the bug."""
 
     def train_problems(self, seed: int, start: int, count: int) -> list[Any]:
-        """See `rl.protocols.Env`."""
         return [replace(each, score=half_blind) for each in EvenWords.train_problems(self, seed, start, count)]
 
 
@@ -131,7 +130,6 @@ class Halved(GuessNumber):
     """Pays half for a right guess."""
 
     def train_problems(self, seed: int, start: int, count: int) -> list[Any]:
-        """See `rl.protocols.Env`."""
         return [HalvedNumber(**{n: getattr(each, n) for n in HiddenNumber.__slots__}) for each in
                 GuessNumber.train_problems(self, seed, start, count)]  # fmt: skip
 
@@ -140,7 +138,6 @@ class HalvedNumber(HiddenNumber):
     """A game that pays half."""
 
     def start(self) -> Any:
-        """See `rl.protocols.Problem`."""
         game: Any = HiddenNumber.start(self)
         reply = game.reply
 

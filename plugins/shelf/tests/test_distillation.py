@@ -46,7 +46,6 @@ class EngineSampler:
     async def generate(
         self, prompt_tokens: Sequence[int], sampling: SamplingParams, num_samples: int = 1, *, policy: Policy = None
     ) -> list[Completion]:
-        """See `rl.protocols.Generator`."""
         best = sampling.topk_prompt_logprobs
         sampled = [await self._one(list(prompt_tokens), sampling.max_tokens) for _ in range(num_samples)]
         if best:

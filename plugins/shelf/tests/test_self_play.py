@@ -69,7 +69,6 @@ class Broken(Nim):
     """Raises at the second move."""
 
     def reply(self, answer: str) -> Move | Result:
-        """See `Nim`."""
         if self.left < 7:
             raise RuntimeError("the board fell down")
         return Nim.reply(self, answer)
@@ -79,7 +78,6 @@ class Crowded(Nim):
     """Has a third player."""
 
     def start(self) -> Move:
-        """See `Nim`."""
         return Move(role="third", messages="hello")
 
 
@@ -98,7 +96,6 @@ class Ends(Nim):
         self.end = end
 
     def reply(self, answer: str) -> Move | Result:
-        """See `Nim`."""
         del answer
         return cast(Result, self.end)
 

@@ -16,11 +16,9 @@ class AnyColour:
     stop = ()
 
     def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
-        """See `rl.protocols.Env`."""
         return [replace(problem, score=_share) for problem in GuessColour().train_problems(seed, start, count)]
 
     def eval_problems(self, count: int) -> list[TextProblem]:
-        """See `rl.protocols.Env`."""
         return [replace(problem, score=_share) for problem in GuessColour().eval_problems(count)]
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from controller.commands.command_line import CommandEndedError, run_command
+from controller.commands.command_line import run_command
 from controller.commands.processes import SAME_SIGNAL_S, STOP_WITHIN_S
-from controller.commands.recipes import describe, find_recipe, load_recipe, override
+from controller.commands.recipes import find_recipe
 from controller.commands.show import Runs
 from controller.runs.models import resolve_model
 from tests.waiting import LIMIT_S, has_ended, wait_for_end, wait_for_line, wait_until
@@ -228,18 +228,6 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_name_that_is_taken(tmp_path: Path) -> None:
-    assert ownloop(tmp_path, "run", str(RECIPE), "--name", "a").returncode == 0
-    result = ownloop(tmp_path, "run", str(RECIPE), "--name", "a")
-    assert result.returncode == 2
-    assert "already holds a run" in result.stderr
-
-
-def test_a_mistake_that_the_loop_finds(tmp_path: Path) -> None:
-    result = ownloop(tmp_path, "run", str(RECIPE), "--mode", "other")
-    assert "ToyConfig.mode is 'other'" in result.stderr
-
-
 QUICK: tuple[tuple[tuple[str, ...], int, str], ...] = (
     (("--help",), 0, "usage"),
     (("list",), 0, "grpo_smollm2_cpu"),
@@ -299,12 +287,6 @@ def test_a_reader_that_goes_away_ends_it_quietly(arguments: tuple[str, ...], tmp
     assert "Exception ignored" not in errors
     # A run says where it got to.
     assert ("the output is not read any more" in errors) == ((tmp_path / "runs").exists())
-
-
-def test_help_of_a_recipe_lists_its_fields() -> None:
-    with pytest.raises(CommandEndedError, match=r"--optimizer\.learning-rate") as help_text:
-        override(load_recipe(RECIPE), ["--help"], "ownloop run toy", describe(RECIPE))
-    assert "Any machine" in str(help_text.value)
 
 
 def test_every_recipe_says_what_it_is_for(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ class HalfSolved(EvenWords):
     """Every other problem is solved by any answer, so that its group has no signal."""
 
     def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
-        """See `rl.protocols.Env`."""
         problems = EvenWords.train_problems(self, seed, start, count)
         return [
             p if number % 2 else replace(p, score=lambda text: 1.0) for number, p in enumerate(problems, start=start)

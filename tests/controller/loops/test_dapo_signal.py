@@ -32,7 +32,6 @@ class Solved(EvenWords):
     every: int = 1
 
     def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
-        """See `rl.protocols.Env`."""
         problems = EvenWords.train_problems(self, seed, start, count)
         return [
             p if number % self.every else replace(p, score=lambda text: 1.0)
@@ -93,7 +92,6 @@ class Huge(EvenWords):
     """Rewards that no critic can learn in float32."""
 
     def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
-        """See `rl.protocols.Env`."""
         return [replace(p, score=lambda text: 1e37) for p in EvenWords.train_problems(self, seed, start, count)]
 
 

@@ -131,7 +131,6 @@ class SlowWords(EvenWords):
     breaks_at: int = 1 << 60
 
     def train_problems(self, seed: int, start: int, count: int) -> list[Any]:
-        """See `rl.protocols.Env`."""
         if start >= self.breaks_at:
             raise ArithmeticError(f"there is no problem {start}")
         problems = EvenWords.train_problems(self, seed, start, count)
@@ -191,7 +190,6 @@ class EqualWords(EvenWords):
     reward: float
 
     def train_problems(self, seed: int, start: int, count: int) -> list[Any]:
-        """See `rl.protocols.Env`."""
         problems = EvenWords.train_problems(self, seed, start, count)
         return [replace(problem, score=lambda _: self.reward) for problem in problems]
 

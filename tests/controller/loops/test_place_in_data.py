@@ -27,7 +27,6 @@ class Numbered(EvenWords):
     asked: ClassVar[list[int]] = []
 
     def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
-        """See `rl.protocols.Env`."""
         self.asked.extend(range(start, start + count))
         made = EvenWords.train_problems(self, seed, start, count)
         return [

@@ -84,14 +84,12 @@ class Interrupted:
     num_asked: list[int] = field(default_factory=list[int])
 
     def train_preferences(self, seed: int, start: int, count: int) -> Sequence[Preference]:
-        """See `Preferences`."""
         if start in self.num_asked and start >= self.until:
             raise ConnectionError("the pairs are gone")
         self.num_asked.append(start)
         return self.data.train_preferences(seed, start, count)
 
     def eval_preferences(self, count: int) -> Sequence[Preference]:
-        """See `Preferences`."""
         return self.data.eval_preferences(count)
 
 

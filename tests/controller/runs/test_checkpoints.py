@@ -28,25 +28,21 @@ class FileTrainer:
         self._pending: tuple[Path, int] | None = None
 
     async def policy_version(self) -> int:
-        """See `rl.protocols.Trainer`."""
         return self.value
 
     async def save_checkpoint(self, path: Path, *, asynchronous: bool = False) -> None:
-        """See `rl.protocols.Trainer`."""
         await self.wait_for_checkpoint()
         self._pending = (path, self.value)
         if not asynchronous:
             await self.wait_for_checkpoint()
 
     async def wait_for_checkpoint(self) -> None:
-        """See `rl.protocols.Trainer`."""
         if self._pending is not None:
             (path, value), self._pending = self._pending, None
             path.mkdir()
             (path / "value").write_text(str(value))
 
     async def load_checkpoint(self, path: Path) -> int:
-        """See `rl.protocols.Trainer`."""
         self.value = int((path / "value").read_text())
         return self.value
 

@@ -94,13 +94,6 @@ def test_the_folders_of_a_run(tmp_path: Path) -> None:
     assert run.restored == {}
 
 
-def test_a_configuration_that_names_no_loop_says_so() -> None:
-    with pytest.raises(
-        ValueError, match=r"LoopConfig has no method loop\(\), which returns the function to train with"
-    ):
-        CONFIG.loop()
-
-
 @pytest.mark.parametrize("loop", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dapo", "ppo"))])
 def test_an_evaluation_beside_training_changes_no_metric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str

@@ -81,7 +81,6 @@ class _Scorer(EngineTrainer):
         self._calls = calls
 
     async def forward(self, batch: Sequence[Datum], *, entropy: bool = False) -> ForwardBackwardOutput:
-        """See `rl.protocols.Trainer`."""
         self._calls.append(self._name)
         scores = tuple(np.full(len(datum.tokens), len(self._name), dtype=np.float32) for datum in batch)
         return ForwardBackwardOutput(logprobs=tuple(-s for s in scores), values=scores, entropy=None, metrics={})

@@ -152,11 +152,9 @@ class Unanswered:
     stop = ()
 
     def train_problems(self, seed: int, start: int, count: int) -> list[Problem]:
-        """See `rl.protocols.Env`."""
         return [TextProblem(id=f"{seed}/{i}", prompt="?", score=float) for i in range(start, start + count)]
 
     def eval_problems(self, count: int) -> list[Problem]:
-        """See `rl.protocols.Env`."""
         return self.train_problems(0, 0, count)
 
 
