@@ -22,19 +22,12 @@ from tests.waiting import LIMIT_S
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "int8"}, r"dtype is 'int8'"),
-        ({"num_replicas": 0}, r"num_replicas is 0"),
-        ({"weight_transport": "rdma"}, r"weight_transport is 'rdma'"),
-        ({"on_failure": "resend"}, r"on_failure is 'resend'"),
-        ({"request_timeout_s": 0}, r"request_timeout_s is 0"),
         ({"engine_args": {"max_loras": 2}}, r"set GeneratorConfig\.lora\.max_adapters instead"),
-        ({"max_num_seqs": 0}, r"max_num_seqs is 0"),
         ({"engine_args": {"max_num_batched_token": 9}}, r"no such option; the nearest is max_num_batched_tokens"),
         ({"engine_args": {"tensor_parallel_size": 2}}, r"set GeneratorConfig\.tensor_parallel instead"),
         ({"engine_args": {"logprobs_mode": "raw_logits"}}, r"is set by the generator"),
         ({"engine_args": {"quantization": "fp8"}}, r"is 'fp8' and must be left out: .* nothing can be pulled into"),
         ({"engine_args": {"moe_backend": "flashinfer_trtllm"}}, r"must be left out: others than 'triton'"),
-        ({"head_dtype": "bfloat16"}, r"head_dtype is 'bfloat16'"),
         (
             {"engine_args": {"hf_overrides": {"head_dtype": "float32"}}},
             r"GeneratorConfig\.head_dtype sets the head's dtype",

@@ -2,11 +2,14 @@
 
 import sys
 from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.waiting import LIMIT_S
+
+if TYPE_CHECKING:  # the import would load the server, or skip where the SDK is not installed
+    from plugins.server.tests.running_server import RunningServer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -20,3 +23,12 @@ def results_of_the_sdk_have_a_limit() -> Generator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(futures.AwaitableConcurrentFuture, "result", lambda self, timeout=LIMIT_S: own(self, timeout))
         yield
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> "Generator[RunningServer]":
+    """A server of the toy model for the tests of a module."""
+    from plugins.server.tests.running_server import running_server
+
+    with running_server(tmp_path_factory.mktemp("server")) as running:
+        yield running

@@ -1,7 +1,9 @@
 """What tests that use the official SDK share."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
@@ -10,6 +12,9 @@ import tinker
 from tinker import types
 
 from plugins.server.tests.running_server import RunningServer
+from tests.waiting import LIMIT_S
+
+TOKENS = [5, 9, 2, 7, 11, 3, 8, 20]
 
 
 def datum(tokens: Sequence[int], targets: Sequence[int], **inputs: Sequence[float]) -> types.Datum:
@@ -42,3 +47,18 @@ def scores(client: tinker.SamplingClient | tinker.TrainingClient) -> list[float]
     logprobs = client.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
     assert logprobs[0] is None
     return [float(value) for value in logprobs[1:] if value is not None]
+
+
+def sequence() -> types.Datum:
+    """`TOKENS` to train on, for real models."""
+    return datum(TOKENS[:-1], TOKENS[1:])
+
+
+def trained(client: Any) -> Any:
+    """The trainer's log-probs of `TOKENS`."""
+    return np.array(client.forward([sequence()], "cross_entropy").result(LIMIT_S).loss_fn_outputs[0]["logprobs"].data)
+
+
+def sampled(client: Any) -> Any:
+    """The generator's log-probs of `TOKENS`."""
+    return np.array(client.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result(LIMIT_S)[1:])

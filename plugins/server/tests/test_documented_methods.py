@@ -1,23 +1,17 @@
 """plugins/server/README.md lists every method of the SDK, and what it says is so."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from plugins.server.tests.running_server import RunningServer, running_server
+from plugins.server.tests.running_server import RunningServer
 from plugins.server.tests.sdk import new_client, scores
 from plugins.server.tests.sdk_table import NOT_SUPPORTED, REFUSED, methods, table
 
 tinker: Any = pytest.importorskip("tinker")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 def test_the_page_lists_every_method() -> None:

@@ -1,7 +1,6 @@
 """The official SDK samples through the gateway: frozen snapshots, stop tokens, seeds, log-probs."""
 
 import tempfile
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,6 @@ from rl.tiny_models import tiny_llama
 tinker: Any = pytest.importorskip("tinker")
 types: Any = tinker.types
 PROMPT = types.ModelInput.from_ints([2, 3])
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 def test_a_sampling_client_keeps_its_weights_during_training(server: RunningServer) -> None:

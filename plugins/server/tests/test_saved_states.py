@@ -1,6 +1,5 @@
 """Checkpoints through the official SDK: saved, listed, resumed by another client and by another server, deleted."""
 
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,6 @@ from plugins.server.tests.running_server import RunningServer, running_server
 from plugins.server.tests.sdk import new_client, scores, train
 
 tinker: Any = pytest.importorskip("tinker")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 def test_a_restarted_server_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:

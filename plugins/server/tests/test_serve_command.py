@@ -18,8 +18,9 @@ from tests.waiting import LIMIT_S, wait_for_ends
 tinker: Any = pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 types: Any = tinker.types
 
+from plugins.server.tests.sdk import TOKENS, sampled, sequence, trained  # noqa: E402
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-TOKENS = [5, 9, 2, 7, 11, 3, 8, 20]
 
 
 def ownloop(folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -56,22 +57,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[str, str]]:
         server.kill()
 
 
-def datum() -> Any:
-    """One training sequence."""
-    targets = types.TensorData(data=TOKENS[1:], dtype="int64", shape=[len(TOKENS) - 1])
-    return types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs={"target_tokens": targets})
-
-
-def trained(client: Any) -> Any:
-    """The trainer's log-probs."""
-    return np.array(client.forward([datum()], "cross_entropy").result(LIMIT_S).loss_fn_outputs[0]["logprobs"].data)
-
-
-def sampled(client: Any) -> Any:
-    """The generator's log-probs of the same tokens."""
-    return np.array(client.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result(LIMIT_S)[1:])
-
-
 def test_two_models_with_adapters_and_all_weights_do_not_mix(url: tuple[str, str]) -> None:
     with pytest.raises(tinker.AuthenticationError):
         tinker.ServiceClient(base_url=url[0], api_key="tml-local").create_sampling_client(base_model="one").result(
@@ -88,7 +73,7 @@ def test_two_models_with_adapters_and_all_weights_do_not_mix(url: tuple[str, str
     for round_ in range(2):
         for which, client in clients.items():
             np.testing.assert_allclose(trained(client), base[which[0]] if round_ == 0 else snapshots[which], atol=1e-4)
-            client.forward_backward([datum()], "cross_entropy")
+            client.forward_backward([sequence()], "cross_entropy")
             client.optim_step(types.AdamParams(learning_rate=1e-2)).result(LIMIT_S)
             sampler = client.save_weights_and_get_sampling_client().result(LIMIT_S)
             snapshots[which] = sampled(sampler)
@@ -99,7 +84,7 @@ def test_two_models_with_adapters_and_all_weights_do_not_mix(url: tuple[str, str
     for name in ("one", "two"):
         assert (sampled(service.create_sampling_client(base_model=name).result(LIMIT_S)) == base[name]).all()
     path = clients["two", 0].save_state("whole").result(LIMIT_S).path
-    clients["two", 0].forward_backward([datum()], "cross_entropy")  # what follows the checkpoint is not in it
+    clients["two", 0].forward_backward([sequence()], "cross_entropy")  # what follows the checkpoint is not in it
     clients["two", 0].optim_step(types.AdamParams(learning_rate=1e-2)).result(LIMIT_S)
     service.close("success").result(LIMIT_S)
     again = tinker.ServiceClient(base_url=url[0], api_key=url[1])

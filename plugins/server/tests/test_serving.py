@@ -21,6 +21,7 @@ from trainer.config import TrainerConfig
 tinker: Any = pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 types: Any = tinker.types
 
+from plugins.server.tests.sdk import TOKENS, sampled, sequence, trained  # noqa: E402
 from plugins.server.tests.tiny_server import (  # noqa: E402, needs the packages of the extra
     TOOL_CALL,
     Served,
@@ -28,7 +29,6 @@ from plugins.server.tests.tiny_server import (  # noqa: E402, needs the packages
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
-TOKENS = [5, 9, 2, 7, 11, 3, 8, 20]
 CHAT = [5, 9, 7, 11, 3, 8]
 """Without w2, the end token of the tokenizer, which finds it in w20 too."""
 
@@ -44,26 +44,10 @@ def url(served: Served) -> str:
     return served.url
 
 
-def datum() -> Any:
-    """One training sequence."""
-    targets = types.TensorData(data=TOKENS[1:], dtype="int64", shape=[len(TOKENS) - 1])
-    return types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs={"target_tokens": targets})
-
-
 def step(client: Any, data: Any = None, learning_rate: float = 1e-2) -> None:
     """Trains on one sequence."""
-    client.forward_backward([data or datum()], "cross_entropy")
+    client.forward_backward([data or sequence()], "cross_entropy")
     client.optim_step(types.AdamParams(learning_rate=learning_rate, eps=1e-8)).result()
-
-
-def trained(client: Any) -> Any:
-    """The trainer's log-probs."""
-    return np.array(client.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data)
-
-
-def sampled(client: Any) -> Any:
-    """The generator's log-probs of the same tokens."""
-    return np.array(client.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()[1:])
 
 
 def test_trainer_and_sampling_clients_agree_and_snapshots_stay(url: str) -> None:
@@ -76,7 +60,7 @@ def test_trainer_and_sampling_clients_agree_and_snapshots_stay(url: str) -> None
     losses: list[float] = []
     snapshots: list[Any] = []
     for _ in range(5):
-        step = training.forward_backward([datum()], "cross_entropy")
+        step = training.forward_backward([sequence()], "cross_entropy")
         training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
         losses.append(step.result().metrics["loss:sum"])
         if len(snapshots) < 2:

@@ -1,6 +1,6 @@
 """Losses that the Tinker SDK traces run in the server: the SDK's own results, and what is refused."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ownloop_server.wire import traced_loss
 from ownloop_shelf.traced_loss import PREFIX, TracedLoss
-from plugins.server.tests.running_server import RunningServer, running_server
+from plugins.server.tests.running_server import RunningServer
 from plugins.server.tests.sdk import datum, new_client, scores
 from rl.losses.shared import LossInputs
 
@@ -22,12 +22,6 @@ TOKENS, TARGETS = [2, 3, 4, 7], [3, 4, 7, 1]
 Q = [-2.5, -3.0, -2.0, -2.9]
 ADVANTAGES = [1.0, -2.0, 0.5, 0.0]
 Result = tuple[Tensor, dict[str, Tensor]]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 def clipped(logprobs: Tensor, old: Tensor, advantages: Tensor, cap: Tensor) -> Result:

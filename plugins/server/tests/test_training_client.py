@@ -1,6 +1,5 @@
 """The official SDK trains through the gateway; what comes back is compared with NumPy."""
 
-from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from plugins.server.tests.running_server import RunningServer, running_server
+from plugins.server.tests.running_server import RunningServer
 from plugins.server.tests.sdk import datum, new_client, scores, train
 from plugins.server.tests.toy_model import VOCAB
 from rl.types import AdamParams, MuonParams
@@ -21,12 +20,6 @@ TOKENS, TARGETS = [2, 3, 4, 7], [3, 4, 7, 1]
 Q = [-2.5, -3.0, -2.0, -2.9]
 ADVANTAGES = [1.0, -2.0, 0.5, 0.0]
 PROMPT = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [2]}]}, "sampling_params": {"max_tokens": 1}}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 def reference(name: str, p: np.ndarray[Any, Any], config: dict[str, float]) -> float:

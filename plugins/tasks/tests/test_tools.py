@@ -15,7 +15,6 @@ from ownloop_doctors.check_env import check_env
 from ownloop_tasks.calculator import calculate
 from ownloop_tasks.mixture import Mixture, Task
 from ownloop_tasks.tools import MAX_CALLS, ToolEnv, ToolFormat, parse_tool_calls
-from rl.data.sources import EnvExamples
 from rl.envs.procedural import TextProblem, eval_set, train_stream
 from rl.protocols import Done, Observation, Reply
 from rl.rollouts.rendering import Renderer
@@ -381,26 +380,3 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
     options.setdefault("tools", (CALCULATE,))
     with pytest.raises(ValueError, match=message):
         ToolEnv(env=Sums(), **options)
-
-
-class _Sums:
-    """Chats whose answer is known."""
-
-    name = "sums"
-    stop = ()
-
-    def train_problems(self, seed: int, start: int, count: int) -> list[TextProblem]:
-        chat = [{"role": "user", "content": "6 * 7"}]
-        return [TextProblem(id=str(i), prompt=chat, score=float, answer="42") for i in range(start, start + count)]
-
-    def eval_problems(self, count: int) -> list[TextProblem]:
-        return self.train_problems(0, 0, count)
-
-
-def test_supervised_data_that_would_not_show_tools_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"problem '0' of environment 'sums with calculate' has tools"):
-        EnvExamples(env=ToolEnv(env=_Sums(), tools=(CALCULATE,))).train_examples(0, 0, 1)
-    shown = ToolEnv(env=_Sums(), tools=(CALCULATE,), show_tools="system")
-    (example,) = EnvExamples(env=shown).train_examples(0, 0, 1)
-    assert example.completion == "42"
-    assert [message["role"] for message in example.prompt if isinstance(message, dict)] == ["system", "user"]

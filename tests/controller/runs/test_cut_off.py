@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from controller.runs.folder import RunFolder, read_metrics
-from controller.runs.recording import cut_lines, free_folder
+from controller.runs.recording import free_folder
 from rl.rollouts.columns import read_groups
 from rl.system.disk import OwnedFolder
 from tests.controller.runs.test_folder import group
@@ -68,13 +68,6 @@ def test_cutting_back_to_the_beginning_keeps_everything_aside(tmp_path: Path) ->
     assert folder.metrics() == []
     assert (first / "metrics.jsonl").read_text() == text
     assert (first / "rollouts" / "eval-00000.parquet").is_file()
-
-
-def test_a_file_that_was_shortened_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("12345")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl has 5 bytes; it had 6 when the last checkpoint was saved"):
-        cut_lines(tmp_path / "metrics.jsonl", 6, tmp_path / "cut_off")
-    assert not (tmp_path / "cut_off").exists()
 
 
 def test_folders_of_the_same_second_have_different_names(tmp_path: Path) -> None:

@@ -108,25 +108,6 @@ def test_ranks_of_a_pipeline_are_given_the_same_share() -> None:
     assert [config.data_parallel_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("compute_dtype", "float16"),
-        ("activation_checkpointing", "some"),
-        ("data_parallel_shard", 0),
-        ("context_parallel", 0),
-        ("pipeline_parallel", 0),
-        ("pipeline_schedule", "ZBV"),
-        ("float8", "tensorwise"),
-        ("expert_parallel", -1),
-        ("max_tokens_per_microbatch", 0),
-    ],
-)
-def test_a_wrong_field_is_named(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"TrainerConfig.{field} is {value!r}"):
-        TrainerConfig(model=Path("model"), **{field: value})  # pyright: ignore[reportArgumentType]
-
-
 def test_an_unknown_engine_is_answered_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"TrainerConfig\.engine is 'fsdp3'"):
         TrainerConfig(engine="fsdp3")

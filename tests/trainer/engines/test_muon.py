@@ -240,10 +240,3 @@ def test_adamw_starts_anew_after_muon_and_muon_goes_on_after_adamw() -> None:
                 reference.step()
                 torch.testing.assert_close(weight, fresh, rtol=0, atol=1e-8)
             assert not torch.equal(weight, before)
-
-
-def test_settings_that_it_cannot_step_with_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"MuonParams.num_iterations is 0"):
-        MuonParams(learning_rate=1e-3, num_iterations=0)
-    with pytest.raises(ValueError, match=r"MuonParams.learning_rate is -1"):
-        MuonParams(learning_rate=-1)

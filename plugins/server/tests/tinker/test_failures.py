@@ -27,8 +27,9 @@ from tests.waiting import LIMIT_S, wait_until
 tinker: Any = pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
 types: Any = tinker.types
 
+from plugins.server.tests.sdk import TOKENS, sampled, sequence, trained  # noqa: E402
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-TOKENS = [5, 9, 2, 7, 11, 3, 8, 20]
 LIMITS = ("--generator.max-model-len", "64", "--max-rank", "8")
 
 
@@ -57,26 +58,10 @@ def new_client(server: Server) -> Any:
     return service(server).create_lora_training_client(str(server.model), rank=4, seed=1).result(LIMIT_S)
 
 
-def datum() -> Any:
-    """One training sequence."""
-    targets = types.TensorData(data=TOKENS[1:], dtype="int64", shape=[len(TOKENS) - 1])
-    return types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs={"target_tokens": targets})
-
-
 def begin_step(client: Any) -> Any:
     """The future of an optimizer step."""
-    client.forward_backward([datum()], "cross_entropy")
+    client.forward_backward([sequence()], "cross_entropy")
     return client.optim_step(types.AdamParams(learning_rate=1e-2))
-
-
-def trained(client: Any) -> Any:
-    """The trainer's log-probs."""
-    return np.array(client.forward([datum()], "cross_entropy").result(LIMIT_S).loss_fn_outputs[0]["logprobs"].data)
-
-
-def sampled(client: Any) -> Any:
-    """The generator's log-probs of the same tokens."""
-    return np.array(client.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result(LIMIT_S)[1:])
 
 
 def test_clients_do_not_notice_that_the_trainer_was_killed(tiny_server: Server) -> None:
@@ -151,7 +136,7 @@ def test_a_killed_server_leaves_nothing_running_and_resumes(tmp_path: Path) -> N
             assert begin_step(resumed).result(LIMIT_S).metrics["policy_version"] == number
         np.testing.assert_allclose(trained(resumed), expected, atol=1e-5)
         with pytest.raises(tinker.APIStatusError, match="ended"):  # the old client hears why
-            client.forward([datum()], "cross_entropy").result(LIMIT_S)
+            client.forward([sequence()], "cross_entropy").result(LIMIT_S)
     finally:
         stop(again)
 
