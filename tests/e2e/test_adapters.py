@@ -84,21 +84,18 @@ async def test_two_ranks_serve_adapters_as_merged_weights_would(tmp_path: Path) 
             await generator.stop()
 
 
-def test_two_ranks_score_prompts_together_as_alone(tmp_path: Path) -> None:
+async def test_two_ranks_score_prompts_together_as_alone(tmp_path: Path) -> None:
     directory, numbers = served_llama(tmp_path / "model", tied=True), random.Random(0)
     prompts = [[numbers.randrange(3, 60) for _ in range(48)] for _ in range(8)]
     sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=True)
 
-    async def main() -> None:
-        async def scores(prompt: list[int]) -> torch.Tensor:
-            (completion,) = await generator.generate(prompt, sampling)
-            return torch.tensor(completion.prompt_logprobs)
+    async def scores(prompt: list[int]) -> torch.Tensor:
+        (completion,) = await generator.generate(prompt, sampling)
+        return torch.tensor(completion.prompt_logprobs)
 
-        lora, logs = LoRALimits(max_rank=8), tmp_path / "logs"
-        async with running_generator(directory, "float32", logs, tensor_parallel=2, lora=lora) as generator:
-            alone = [await scores(prompt) for prompt in prompts]
-            for _ in range(3):
-                together = await asyncio.gather(*map(scores, prompts))
-                assert max(float((a - b).abs().max()) for a, b in zip(alone, together, strict=True)) < 5e-5
-
-    asyncio.run(main())
+    lora, logs = LoRALimits(max_rank=8), tmp_path / "logs"
+    async with running_generator(directory, "float32", logs, tensor_parallel=2, lora=lora) as generator:
+        alone = [await scores(prompt) for prompt in prompts]
+        for _ in range(3):
+            together = await asyncio.gather(*map(scores, prompts))
+            assert max(float((a - b).abs().max()) for a, b in zip(alone, together, strict=True)) < 5e-5

@@ -41,7 +41,7 @@ def _errors(completions: Mapping[tuple[Policy, int], Completion], policy: Policy
 
 @pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("family", [served_llama, served_qwen3])
-def test_logprobs_are_those_of_merged_weights(
+async def test_logprobs_are_those_of_merged_weights(
     tmp_path: Path, build_engine: EngineFactory, family: Any, tied: bool
 ) -> None:
     # Three adapters take every slot, which is when vLLM's own kernels give the model itself the last slot's adapter.
@@ -50,39 +50,33 @@ def test_logprobs_are_those_of_merged_weights(
     configs = {"whole": WHOLE, "attention": ATTENTION, "head": HEAD}
     adapters = {name: random_adapter(directory, i, config) for i, (name, config) in enumerate(configs.items())}
 
-    async def main() -> None:
-        alone = await greedy(plain)
-        assert [c.logprobs for c in await greedy(engine)] == [c.logprobs for c in alone]
-        for name, adapter in adapters.items():
-            await pull_adapter(engine, name, 7, adapter, configs[name])
-        completions = await together(engine, [None, *adapters])
-        for name, adapter in adapters.items():
-            assert _errors(completions, name, merged(directory, adapter, configs[name])) < 5e-5
-            assert {v for (p, _), c in completions.items() if p == name for v in c.versions} == {7}
-        assert [completions[None, i].tokens for i in range(len(PROMPTS))] == [c.tokens for c in alone]
-        assert {v for (p, _), c in completions.items() if p is None for v in c.versions} == {0}
-        assert [c.logprobs for c in await greedy(engine)] == [c.logprobs for c in alone]
-        for name in adapters:
-            assert all(completions[name, i].logprobs != completions[None, i].logprobs for i in range(len(PROMPTS)))
-
-    asyncio.run(main())
+    alone = await greedy(plain)
+    assert [c.logprobs for c in await greedy(engine)] == [c.logprobs for c in alone]
+    for name, adapter in adapters.items():
+        await pull_adapter(engine, name, 7, adapter, configs[name])
+    completions = await together(engine, [None, *adapters])
+    for name, adapter in adapters.items():
+        assert _errors(completions, name, merged(directory, adapter, configs[name])) < 5e-5
+        assert {v for (p, _), c in completions.items() if p == name for v in c.versions} == {7}
+    assert [completions[None, i].tokens for i in range(len(PROMPTS))] == [c.tokens for c in alone]
+    assert {v for (p, _), c in completions.items() if p is None for v in c.versions} == {0}
+    assert [c.logprobs for c in await greedy(engine)] == [c.logprobs for c in alone]
+    for name in adapters:
+        assert all(completions[name, i].logprobs != completions[None, i].logprobs for i in range(len(PROMPTS)))
 
 
-def test_more_adapters_than_slots_take_turns(tmp_path: Path, build_engine: EngineFactory) -> None:
+async def test_more_adapters_than_slots_take_turns(tmp_path: Path, build_engine: EngineFactory) -> None:
     directory = served_llama(tmp_path / "model", tied=True)
     engine = build_engine(directory, "float32", lora=TIGHT)
     names = [f"a{i}" for i in range(5)]
 
-    async def main() -> None:
+    for i, name in enumerate(names):
+        await pull_adapter(engine, name, i, random_adapter(directory, i))
+    for _ in range(2):  # in the second round every slot holds an adapter of the first
+        completions = await together(engine, [None, *names])
         for i, name in enumerate(names):
-            await pull_adapter(engine, name, i, random_adapter(directory, i))
-        for _ in range(2):  # in the second round every slot holds an adapter of the first
-            completions = await together(engine, [None, *names])
-            for i, name in enumerate(names):
-                assert _errors(completions, name, merged(directory, random_adapter(directory, i))) < 5e-5
-                assert {v for (p, _), c in completions.items() if p == name for v in c.versions} == {i}
-
-    asyncio.run(main())
+            assert _errors(completions, name, merged(directory, random_adapter(directory, i))) < 5e-5
+            assert {v for (p, _), c in completions.items() if p == name for v in c.versions} == {i}
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "torchstore"])

@@ -22,29 +22,26 @@ pytestmark = pytest.mark.vllm
 SCORED, PLAIN = SamplingParams(max_tokens=2, prompt_logprobs=True), SamplingParams(max_tokens=8)
 
 
-def test_a_prompt_is_scored_with_its_own_adapter(tmp_path: Path, build_engine: EngineFactory) -> None:
+async def test_a_prompt_is_scored_with_its_own_adapter(tmp_path: Path, build_engine: EngineFactory) -> None:
     directory = served_llama(tmp_path / "model", tied=True)
     engine = build_engine(directory, "float32", lora=LoRALimits(max_rank=8, max_adapters=2, max_loaded=2))
     adapters = {"one": random_adapter(directory, 1), "two": random_adapter(directory, 2)}
     models = {None: AutoModelForCausalLM.from_pretrained(directory)}
     models |= {name: merged(directory, adapter) for name, adapter in adapters.items()}
 
-    async def main() -> None:
-        for name, adapter in adapters.items():
-            await pull_adapter(engine, name, 1, adapter)
-        calls: list[tuple[Policy, int]] = [(policy, i) for i in range(len(PROMPTS)) for policy in (None, "one", "two")]
-        # Half of them sample as well, so that the samples' rows are other rows than those of the prompts.
-        others = [engine.generate(PROMPTS[i], PLAIN, policy=policy) for policy, i in calls[::2]]
-        scored = await asyncio.gather(*(engine.generate(PROMPTS[i], SCORED, policy=p) for p, i in calls), *others)
-        for (policy, i), (completion,) in zip(calls, scored, strict=False):
-            tokens = torch.tensor([[*PROMPTS[i]]])
-            assert not isinstance(policy, tuple)
-            with torch.no_grad():
-                expected = models[policy](tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-            assert completion.prompt_logprobs is not None
-            assert (torch.tensor(completion.prompt_logprobs) - expected).abs().max() < 5e-5
-
-    asyncio.run(main())
+    for name, adapter in adapters.items():
+        await pull_adapter(engine, name, 1, adapter)
+    calls: list[tuple[Policy, int]] = [(policy, i) for i in range(len(PROMPTS)) for policy in (None, "one", "two")]
+    # Half of them sample as well, so that the samples' rows are other rows than those of the prompts.
+    others = [engine.generate(PROMPTS[i], PLAIN, policy=policy) for policy, i in calls[::2]]
+    scored = await asyncio.gather(*(engine.generate(PROMPTS[i], SCORED, policy=p) for p, i in calls), *others)
+    for (policy, i), (completion,) in zip(calls, scored, strict=False):
+        tokens = torch.tensor([[*PROMPTS[i]]])
+        assert not isinstance(policy, tuple)
+        with torch.no_grad():
+            expected = models[policy](tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        assert completion.prompt_logprobs is not None
+        assert (torch.tensor(completion.prompt_logprobs) - expected).abs().max() < 5e-5
 
 
 def test_prompts_are_scored_in_the_order_of_scheduling() -> None:

@@ -84,21 +84,18 @@ async def as_program(box: SandboxName, name: str, code: str) -> str:
         *(pytest.param(("programs", way), marks=pytest.mark.slow) for way in BOXES),
     ],
 )
-def test_no_way_leads_out(profile: tuple[str, Any], values: dict[str, object]) -> None:
+async def test_no_way_leads_out(profile: tuple[str, Any], values: dict[str, object]) -> None:
     kind, way = profile
     (need if kind == "code" else need_box)(way)
     before = sorted(Path(str(values["folder"])).iterdir())
 
-    async def main() -> dict[str, str]:
-        limit = asyncio.Semaphore(AT_A_TIME)
+    limit = asyncio.Semaphore(AT_A_TIME)
 
-        async def one(name: str, code: str) -> str:
-            async with limit:
-                return await (as_code if kind == "code" else as_program)(way, name, code.format(**values))
+    async def one(name: str, code: str) -> str:
+        async with limit:
+            return await (as_code if kind == "code" else as_program)(way, name, code.format(**values))
 
-        return dict(zip(ATTEMPTS, await asyncio.gather(*(one(*each) for each in ATTEMPTS.items())), strict=True))
-
-    said = asyncio.run(main())
+    said = dict(zip(ATTEMPTS, await asyncio.gather(*(one(*each) for each in ATTEMPTS.items())), strict=True))
     assert len(said) >= 100
     allowed = ("leave a process behind", *(ALLOWED_TO_PROGRAMS if kind == "programs" else ()))
     out = {name: each for name, each in said.items() if not each.startswith("failed: ") and name not in allowed}

@@ -78,7 +78,7 @@ def test_parity_compares_prompts_with_images(options: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)
-def test_two_tensor_parallel_ranks_read_images(tmp_path: Path, name: str) -> None:
+async def test_two_tensor_parallel_ranks_read_images(tmp_path: Path, name: str) -> None:
     """Two ranks push, each a shard of every weight, and two pull; log-probs are a trainer's of the same weights."""
     model, logs = WITH_IMAGES[name](tmp_path / "model", WORDS), tmp_path / "logs"
     exported = export(model, perturbed(model, 3), "float32", tmp_path / "exported")
@@ -86,19 +86,16 @@ def test_two_tensor_parallel_ranks_read_images(tmp_path: Path, name: str) -> Non
     prompts = [Renderer(model).encode(parts("what", *each, "colour")) for each in pictures]
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
-    async def main() -> None:
-        async with (
-            running_store(logs) as store,
-            running_generator(model, "float32", logs, store, tensor_parallel=2) as generator,
-            running_publisher(store, model, "float32", "shared_memory", logs) as publisher,
-        ):
-            for version in (1, 2, 3):
-                await publish(publisher, version, seed=version)
-                await generator.pull_model_state_dict(version)
-            samples = [sample for each in prompts for sample in await generator.generate(each, greedy)]
-        trainer = load_engine(TrainerConfig(model=exported, engine="fsdp2", compute_dtype="float32"))
-        data = [image_datum(prompt, sample.tokens) for prompt, sample in zip(prompts, samples, strict=True)]
-        for prompt, sample, found in zip(prompts, samples, trainer.forward([data]).logprobs, strict=True):
-            assert np.abs(found[len(prompt) - 1 :] - sample.logprobs).max() < 1e-4
-
-    asyncio.run(main())
+    async with (
+        running_store(logs) as store,
+        running_generator(model, "float32", logs, store, tensor_parallel=2) as generator,
+        running_publisher(store, model, "float32", "shared_memory", logs) as publisher,
+    ):
+        for version in (1, 2, 3):
+            await publish(publisher, version, seed=version)
+            await generator.pull_model_state_dict(version)
+        samples = [sample for each in prompts for sample in await generator.generate(each, greedy)]
+    trainer = load_engine(TrainerConfig(model=exported, engine="fsdp2", compute_dtype="float32"))
+    data = [image_datum(prompt, sample.tokens) for prompt, sample in zip(prompts, samples, strict=True)]
+    for prompt, sample, found in zip(prompts, samples, trainer.forward([data]).logprobs, strict=True):
+        assert np.abs(found[len(prompt) - 1 :] - sample.logprobs).max() < 1e-4

@@ -1,4 +1,3 @@
-import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -168,22 +167,19 @@ def test_options_that_a_loss_cannot_have_are_refused() -> None:
         PairLoss(name="kto", beta=0.1, margin=0.5)
 
 
-def test_the_reference_is_computed_once(tmp_path: Path) -> None:
+async def test_the_reference_is_computed_once(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")
     trainer, file, dpo = EngineTrainer(model), tmp_path / "reference.json", PairLoss(name="dpo", beta=BETA)
     batches = [dpo.data(Renderer(model), pairs, max_tokens=7) for pairs in (PAIRS[:2], PAIRS[4:], PAIRS[2:3])]
     assert [len(batch) for batch in batches] == [4, 0, 2]  # the pair of the second batch is too long
 
-    async def ask() -> None:
-        shorter = await reference_logprobs(trainer, batches[:2], file, dpo)
-        first = await reference_logprobs(trainer, batches, file, dpo)
-        for array, before in zip(first, shorter, strict=False):
-            np.testing.assert_array_equal(array, before)
-        for array, batch in zip(first, batches, strict=True):
-            np.testing.assert_array_equal(array, await sequence_scores(trainer, batch))
-        await trainer.forward_backward(batches[0], "cross_entropy")
-        await trainer.optim_step(AdamParams(learning_rate=1e-2))
-        for array, again in zip(first, await reference_logprobs(trainer, [], file, dpo), strict=True):
-            np.testing.assert_array_equal(array, again)
-
-    asyncio.run(ask())
+    shorter = await reference_logprobs(trainer, batches[:2], file, dpo)
+    first = await reference_logprobs(trainer, batches, file, dpo)
+    for array, before in zip(first, shorter, strict=False):
+        np.testing.assert_array_equal(array, before)
+    for array, batch in zip(first, batches, strict=True):
+        np.testing.assert_array_equal(array, await sequence_scores(trainer, batch))
+    await trainer.forward_backward(batches[0], "cross_entropy")
+    await trainer.optim_step(AdamParams(learning_rate=1e-2))
+    for array, again in zip(first, await reference_logprobs(trainer, [], file, dpo), strict=True):
+        np.testing.assert_array_equal(array, again)

@@ -17,26 +17,23 @@ def _events(file: Path) -> list[dict[str, Any]]:
     return json.loads(file.read_text())
 
 
-def test_phases_and_calls_of_a_loop_are_recorded(tmp_path: Path) -> None:
+async def test_phases_and_calls_of_a_loop_are_recorded(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
 
     async def call(process: str, until: asyncio.Barrier) -> None:
         with span(process, "generate"):
             await until.wait()
 
-    async def loop() -> None:
-        timeline = Timeline(file)
-        timeline.activate()
-        clock = PhaseClock()
-        with clock("generate"):
-            all_run = asyncio.Barrier(3)
-            await asyncio.gather(*(call(process, all_run) for process in ("generator", "generator", "trainer")))
-        with clock("pull"):
-            await call("generator", asyncio.Barrier(1))
-        timeline.write()
-
     began = time.time()
-    asyncio.run(loop())
+    timeline = Timeline(file)
+    timeline.activate()
+    clock = PhaseClock()
+    with clock("generate"):
+        all_run = asyncio.Barrier(3)
+        await asyncio.gather(*(call(process, all_run) for process in ("generator", "generator", "trainer")))
+    with clock("pull"):
+        await call("generator", asyncio.Barrier(1))
+    timeline.write()
     ended = time.time()
     for event in _events(file):
         assert event["ph"] in ("X", "M")
