@@ -15,7 +15,7 @@ from plugins.agents.tests.chatting import endpoint_over
 from rl.types import SamplingParams
 from tests.waiting import until
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.paced]
 ASK: list[Any] = [{"role": "user", "content": "there"}]
 
 
@@ -27,7 +27,6 @@ async def ask(endpoint: AgentEndpoint, session: OpenSession, messages: list[Any]
     return await client_of(endpoint, session.key).chat.completions.create(model="m", messages=messages)
 
 
-@pytest.mark.paced
 async def test_a_request_belongs_to_the_session_of_its_key(chat_engine: GenerationEngine) -> None:
     async with endpoint_over(chat_engine) as endpoint:
         one, two = endpoint.begin("one"), endpoint.begin("two")
@@ -48,7 +47,6 @@ async def test_a_request_belongs_to_the_session_of_its_key(chat_engine: Generati
         assert [len(one.calls), len(two.calls)] == [1, 5]
 
 
-@pytest.mark.paced
 async def test_a_key_may_be_sent_in_several_ways(chat_engine: GenerationEngine) -> None:
     async with endpoint_over(chat_engine, max_tokens=2) as endpoint, httpx.AsyncClient() as http:
         session = endpoint.begin("a")
@@ -64,7 +62,6 @@ async def test_a_key_may_be_sent_in_several_ways(chat_engine: GenerationEngine) 
         assert len(session.calls) == 4
 
 
-@pytest.mark.paced
 async def test_programs_find_what_they_look_for_first(chat_engine: GenerationEngine) -> None:
     async with endpoint_over(chat_engine) as endpoint, httpx.AsyncClient() as http:
         headers = {"x-api-key": endpoint.begin("a").key}
@@ -75,7 +72,6 @@ async def test_programs_find_what_they_look_for_first(chat_engine: GenerationEng
         assert (missing.status_code, "chat/completions" in missing.text) == (404, True)
 
 
-@pytest.mark.paced
 async def test_limits_answer_with_400_and_say_which(chat_engine: GenerationEngine) -> None:
     async with endpoint_over(chat_engine, limits=SessionLimits(max_calls=2)) as endpoint:
         session = endpoint.begin("a")
@@ -96,7 +92,6 @@ async def test_limits_answer_with_400_and_say_which(chat_engine: GenerationEngin
         assert session.ended_by == "token_limit"
 
 
-@pytest.mark.paced
 @pytest.mark.parametrize(
     "body",
     [
@@ -122,7 +117,6 @@ async def test_bodies_that_are_no_request_are_refused(chat_engine: GenerationEng
         assert len(session.calls) == 1
 
 
-@pytest.mark.paced
 async def test_a_hundred_requests_at_once_wait_for_their_places(chat_engine: GenerationEngine) -> None:
     limits = SessionLimits(max_calls=200, max_parallel=4)
     async with endpoint_over(chat_engine, max_tokens=4, limits=limits) as endpoint:
@@ -136,7 +130,6 @@ async def test_a_hundred_requests_at_once_wait_for_their_places(chat_engine: Gen
         assert (len(greedy.calls), len(other.calls)) == (100, 1)
 
 
-@pytest.mark.paced
 async def test_the_end_of_a_session_ends_its_requests(chat_engine: GenerationEngine) -> None:
     async with endpoint_over(chat_engine, max_tokens=3000, ignore_eos=True) as endpoint:
         session = endpoint.begin("a")
@@ -153,7 +146,6 @@ async def test_the_end_of_a_session_ends_its_requests(chat_engine: GenerationEng
         await events.close()
 
 
-@pytest.mark.paced
 async def test_a_client_that_says_half_and_stays_hinders_no_one(chat_engine: GenerationEngine) -> None:
     async with endpoint_over(chat_engine) as endpoint:
         session = endpoint.begin("a")
@@ -167,7 +159,6 @@ async def test_a_client_that_says_half_and_stays_hinders_no_one(chat_engine: Gen
             assert not session.running
 
 
-@pytest.mark.paced
 async def test_a_new_system_prompt_every_turn_is_a_root_each(chat_engine: GenerationEngine) -> None:
     async with endpoint_over(chat_engine) as endpoint:
         session, chat = endpoint.begin("a"), ASK
@@ -179,7 +170,6 @@ async def test_a_new_system_prompt_every_turn_is_a_root_each(chat_engine: Genera
         assert [call.how for call in session.calls] == ["root"] * 4
 
 
-@pytest.mark.paced
 async def test_an_error_has_the_form_of_its_dialect(chat_engine: GenerationEngine) -> None:
     async with endpoint_over(chat_engine) as endpoint, httpx.AsyncClient() as http:
         headers = {"x-api-key": endpoint.begin("a").key}

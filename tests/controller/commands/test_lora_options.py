@@ -36,13 +36,9 @@ def test_any_option_of_an_adapter_switches_it_on(
 
 
 @pytest.mark.seconds
-def test_every_recipe_has_the_options_and_shows_them() -> None:
+def test_every_recipe_has_the_options() -> None:
     for recipe in recipe_files():
-        config = configuration(recipe, ["--lora.rank", "8"], "run")
-        assert config.policy_config.lora == LoRAConfig(rank=8)
-        if recipe.endswith("_cpu"):
-            with pytest.raises(CommandEndedError, match=r"--lora\.rank INT"):
-                configuration(recipe, ["--help"], "run")
+        assert configuration(recipe, ["--lora.rank", "8"], "run").policy_config.lora == LoRAConfig(rank=8)
 
 
 def test_an_adapter_learns_at_the_rate_for_adapters_by_default() -> None:

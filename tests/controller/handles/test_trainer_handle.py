@@ -73,6 +73,15 @@ def test_pipeline_stages_get_the_same_local_batch_and_count_once(tmp_path: Path)
     assert output.metrics["loss"] == sum(LENGTHS)
 
 
+def test_what_no_generator_could_pull_is_not_pushed(tmp_path: Path) -> None:
+    alone, mesh = make(tmp_path)
+    critic = handle_of(mesh, replace(alone.config, head="value"))
+    for handle, message in ((replace(alone, pushes=False), "without a generator"), (critic, "head='value'")):
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(handle.push_model_state_dict())
+    assert mesh.num_calls == 0
+
+
 async def test_calls_in_flight_reach_the_ranks_in_order_of_issue(tmp_path: Path) -> None:
     handle, mesh = make(tmp_path, data_parallel_shard=2)
 
