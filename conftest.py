@@ -239,6 +239,21 @@ def in_process() -> Generator[None]:
         yield
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the test's own, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops start no process: a trainer and a generator of tests/docs/in_process.py take their place."""
+    from tests.docs.in_process import launch_in_process
+
+    launch_in_process(monkeypatch, tmp_path / "cache")
+
+
 @pytest.fixture(scope="module")
 def build_engine() -> Generator["EngineFactory"]:
     """`tests.generator.engines.engine_factory` of a module."""

@@ -46,8 +46,8 @@ def _in_language(language: str) -> list[Block]:
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in _in_language("python")}), ids=_name)
+@pytest.mark.usefixtures("in_one_process")
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_in_process(monkeypatch, tmp_path / "cache")
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -89,10 +89,9 @@ def test_quoted_files_are_up_to_date(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", _in_language("bash"), ids=_name)
-def test_commands_would_be_accepted(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _write_files(block.page, tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_commands_would_be_accepted(block: Block, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write_files(block.page, here)
+    monkeypatch.syspath_prepend(here)
     for words in commands_of(block.text):
         check_command(words)
 

@@ -73,8 +73,8 @@ def test_loops_are_all_run() -> None:
     assert pages == set(LOOPS)
 
 
-def test_interval_ends_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_in_process(monkeypatch, tmp_path / "cache")
+@pytest.mark.usefixtures("in_one_process")
+def test_interval_ends_are_written(tmp_path: Path) -> None:
     run_loop("sft", tmp_path / "run")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     (first, *_) = (row for row in rows if "eval_loss" in row)

@@ -39,10 +39,9 @@ async with launch(model, TrainerConfig(compute_dtype="float32"), generating, Pat
 
 
 @pytest.mark.seconds
-def test_its_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_cells_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a kernel and without processes. The cell that is interrupted and the whole loop's are left out."""
-    launch_in_process(monkeypatch, tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
+    launch_in_process(monkeypatch, here / "cache")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     with asyncio.Runner() as runner:
         for cell in code_cells():

@@ -58,13 +58,10 @@ def test_nothing_wrong_is_said_too(tmp_path: Path) -> None:
     assert result.stdout.startswith("nothing is wrong with it\n\nattack ")
 
 
-def test_an_environment_is_named_by_its_recipe_or_its_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_environment_is_named_by_its_recipe_or_its_module(here: Path) -> None:
     assert load_env("grpo_smollm2_cpu") == LargestNumber()
     assert load_env("ownloop_tasks.guess_number:GuessNumber") == GuessNumber()
-    (tmp_path / "some_env.py").write_text(
-        "from ownloop_tasks.guess_number import GuessNumber\nenv = GuessNumber(span=3)\n"
-    )
-    monkeypatch.chdir(tmp_path)
+    (here / "some_env.py").write_text("from ownloop_tasks.guess_number import GuessNumber\nenv = GuessNumber(span=3)\n")
     assert load_env("some_env:env") == GuessNumber(span=3)
 
 

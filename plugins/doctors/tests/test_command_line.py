@@ -27,13 +27,10 @@ def test_a_long_path_is_not_cut_in_two(capfd: pytest.CaptureFixture[str]) -> Non
     assert f"--plot is {path}; " in refused(capfd, "compare", "a", "b", "--plot", path)
 
 
-def test_a_run_or_a_model_that_is_not_there_is_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_or_a_model_that_is_not_there_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert_one_sentence(["compare", "a", "b"], "there is no run a: neither a nor runs/a holds a config.json", capfd)
     assert_one_sentence(["model", "smollm2"], "model 'smollm2' is neither a local directory nor a known name", capfd)
-    assert not list(tmp_path.iterdir())
+    assert not list(here.iterdir())
 
 
 @pytest.mark.stranger("F5")
@@ -65,18 +62,15 @@ def test_every_command_has_a_help(command: str, option: str, capfd: pytest.Captu
 @pytest.mark.stranger("F4")
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_sweep_s_name_stays_within_the_folder_of_runs(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     assert "must be the name of a folder" in refused(capfd, "sweep", str(RECIPE), "--name", name, "--seed", "0", "1")
-    assert not list(tmp_path.iterdir())
+    assert not list(here.iterdir())
 
 
 @pytest.mark.stranger("F4")
-def test_a_damaged_file_of_a_run_is_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_a_damaged_file_of_a_run_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     write_runs("ab")
     assert "missing/x.png: No such file" in refused_after(capfd, "compare", "a", "b", "--plot", "missing/x.png")
     for damage in DAMAGES:

@@ -107,14 +107,11 @@ def test_gpus_are_asked_of_the_hosts_that_compute(
     assert (sweep.run(), len(started)) == (0, 2)
 
 
-def test_a_wrong_value_is_refused_before_any_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(RECIPE)
+def test_a_wrong_value_is_refused_before_any_run(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (here / "mine.py").write_text(RECIPE)
     assert "unknown option --sed; did you mean '--seed'" in refused(capfd, "sweep", "mine.py", "--sed", "0", "1")
     assert "--seed takes INT" in refused(capfd, "sweep", "mine.py", "--seed", "0", "x")
-    assert not (tmp_path / "runs").exists()
+    assert not (here / "runs").exists()
 
 
 @pytest.mark.slow

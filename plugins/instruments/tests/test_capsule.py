@@ -209,10 +209,10 @@ def test_kept_sets_and_temperatures_come_back(runs: Path, capfd: pytest.CaptureF
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_step_of_four_ranks_with_nan_is_replayed_in_one_process(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Path(__file__).parents[3] / "tests" / "e2e" / "tiny_recipe.py"
-    (tmp_path / "broken_loss.py").write_text(BROKEN)
+    (here / "broken_loss.py").write_text(BROKEN)
     options = (
         "--num-steps",
         "1",
@@ -223,11 +223,10 @@ def test_a_step_of_four_ranks_with_nan_is_replayed_in_one_process(
         "--name",
         "four",
     )
-    run = ownloop(tmp_path, str(recipe), *options)
+    run = ownloop(here, str(recipe), *options)
     assert run.wait(4 * LIMIT_S) == 0, run.communicate()[0]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("OWNLOOP_TINY_MODEL", str(tmp_path / "model"))
+    monkeypatch.syspath_prepend(str(here))
+    monkeypatch.setenv("OWNLOOP_TINY_MODEL", str(here / "model"))
     told = _made(capfd, source="four", step=1, out=Path("four.capsule"))
     assert {line.split(",")[0] for line in told if line.startswith("rank ")} == {f"rank {n}" for n in range(4)}
     assert told[-2] == "not finite, and first so: loss (1 numbers)"

@@ -1,7 +1,6 @@
 """The command and the observers that this plug-in brings, by their names."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +16,7 @@ def test_dashboards_are_listed_with_what_they_need(capfd: pytest.CaptureFixture[
         assert (f"`pip install {name}`" in listed) == (importlib.util.find_spec(name) is None)
 
 
-def test_a_page_is_written_to_a_file(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_a_page_is_written_to_a_file(capfd: pytest.CaptureFixture[str]) -> None:
     write_runs("a")
     assert refused(capfd, "report", "a", "--to", ".").startswith("error: --to is ., a folder")

@@ -33,36 +33,28 @@ from ownloop_server.serving import held
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
-    options: list[str],
-    text: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    options: list[str], text: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tinker")
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
         cli.main(["serve", *options])
     assert stop.value.code == 2
     error = capfd.readouterr().err
     assert text in error
     assert len(error.strip().splitlines()) == 1
-    assert not list(tmp_path.iterdir())
+    assert not list(here.iterdir())
 
 
-def test_a_taken_port_is_an_error_before_a_process_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_taken_port_is_an_error_before_a_process_starts(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tinker")
-    monkeypatch.chdir(tmp_path)
-    model = tiny_llama(tmp_path / "model")
+    model = tiny_llama(here / "model")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SystemExit) as stop:
             cli.main(["serve", "--model", str(model), "--port", str(port)])
     assert stop.value.code == 2
     assert f"cannot listen at 127.0.0.1:{port}: Address already in use; choose another --port" in capfd.readouterr().err
-    assert not list((tmp_path / "gateway" / "logs").glob("trainer*"))
+    assert not list((here / "gateway" / "logs").glob("trainer*"))
 
 
 def test_a_folder_has_one_server(tmp_path: Path) -> None:

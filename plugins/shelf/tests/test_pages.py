@@ -10,7 +10,6 @@ import pytest
 from ownloop_shelf.published_advantages import ADVANTAGES
 from ownloop_shelf.published_losses import LOSSES
 from tests.controller.loops.test_place_in_data import assert_every_item_comes_once
-from tests.docs.in_process import launch_in_process
 from tests.docs.pages import ROOT, names_in_tables
 from tests.docs.test_losses_page import written
 from tests.docs.test_metrics_page import is_explained, names_written
@@ -23,8 +22,8 @@ def test_page_is_what_the_docstrings_say() -> None:
 
 
 @pytest.mark.slow  # runs a loop
-def test_metrics_of_distillation_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_in_process(monkeypatch, tmp_path / "cache")
+@pytest.mark.usefixtures("in_one_process")
+def test_metrics_of_distillation_are_explained(tmp_path: Path) -> None:
     names = names_written("distill", tmp_path / "distill", teacher="smollm2-135m-instruct")
     ours = names_in_tables(ROOT / "plugins" / "shelf" / "README.md", "Metrics")
     assert ours <= names
@@ -33,8 +32,8 @@ def test_metrics_of_distillation_are_explained(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.seconds
 @pytest.mark.stranger("2.C3")
-def test_distillation_takes_every_problem_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_in_process(monkeypatch, tmp_path / "cache")
+@pytest.mark.usefixtures("in_one_process")
+def test_distillation_takes_every_problem_once(tmp_path: Path) -> None:
     assert_every_item_comes_once("distill", tmp_path, teacher="smollm2-135m-instruct")
 
 

@@ -6,14 +6,13 @@ import pytest
 
 from plugins.shelf.tests import tiny_distillation
 from tests.controller.runs.killed_runs import same_after_kills
-from tests.docs.in_process import launch_in_process
 from tests.e2e.killed_loops import same_as_whole
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_resumed_run_equals_one_that_was_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_in_process(monkeypatch, tmp_path / "cache")
+@pytest.mark.usefixtures("in_one_process")
+def test_a_resumed_run_equals_one_that_was_left_alone(tmp_path: Path) -> None:
     same_after_kills("distill", tmp_path / "whole", teacher="smollm2-135m-instruct")
 
 

@@ -215,17 +215,16 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
 def test_a_mistake_is_one_line_and_leaves_nothing(
     arguments: tuple[str, ...],
     message: str,
-    tmp_path: Path,
+    here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert run_command(arguments) == 2
     errors = capfd.readouterr().err
     assert errors.startswith(message)
     assert len(errors.splitlines()) == 1
-    assert not list(tmp_path.iterdir())
+    assert not list(here.iterdir())
 
 
 QUICK: tuple[tuple[tuple[str, ...], int, str], ...] = (

@@ -108,11 +108,8 @@ def test_a_run_whose_inputs_changed_is_not_resumed(
 
 @pytest.mark.stranger("2.F9")
 @pytest.mark.parametrize("name", ["m", "./m", "set", "train"])
-def test_an_input_may_be_named_without_a_point(
-    named: _Config, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.jsonl").rename("train")
+def test_an_input_may_be_named_without_a_point(named: _Config, name: str, here: Path) -> None:
+    (here / "train.jsonl").rename("train")
     for config in (_Config(model=name, data=()), _Config(model="none", data=(_Data(Path(name)),))):
         assert inputs_of(config).keys() == {str(Path(name)) if config.data else name}
 
@@ -128,10 +125,9 @@ def test_a_long_text_is_no_path() -> None:
     assert inputs_of(_Config(model="m", data=(_Data(Path("x"), question="Think. " * 100),))) == {}
 
 
-def test_the_working_directory_is_no_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "x.json").write_text("one")
-    monkeypatch.chdir(tmp_path)
-    assert inputs_of(_Config(model="./", data=(_Data(tmp_path.parent), _Data(Path("x.json"))))).keys() == {"x.json"}
+def test_the_working_directory_is_no_input(here: Path) -> None:
+    (here / "x.json").write_text("one")
+    assert inputs_of(_Config(model="./", data=(_Data(here.parent), _Data(Path("x.json"))))).keys() == {"x.json"}
 
 
 def test_a_recipe_whose_imports_have_changed_is_refused(tmp_path: Path) -> None:

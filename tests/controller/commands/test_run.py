@@ -78,18 +78,15 @@ def test_a_run_that_is_running_is_not_resumed(tmp_path: Path, capfd: pytest.Capt
         assert "runs/a is running" in refused(capfd, "run", "--resume", str(tmp_path / "runs" / "a"))
 
 
-def test_a_run_without_a_checkpoint_is_not_resumed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert ownloop(tmp_path, "run", str(RECIPE), "--name", "a b", "--optimizer.learning-rate", "0.5").returncode == 0
-    before = contents(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def test_a_run_without_a_checkpoint_is_not_resumed(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ownloop(here, "run", str(RECIPE), "--name", "a b", "--optimizer.learning-rate", "0.5").returncode == 0
+    before = contents(here)
     told = refused(capfd, "run", "--resume", "a b")
     assert told == (
         "error: runs/a b has no checkpoint to continue from; its content stays as it is. Start a new run: ownloop run "
         f"{RECIPE} --optimizer.learning-rate 0.5\n"
     )
-    assert contents(tmp_path) == before
+    assert contents(here) == before
 
 
 def test_the_name_of_a_recipe_is_enough_to_start_it_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -166,12 +163,9 @@ OUTSIDE = ("../../x", "a/b", "..", ".", "", "/tmp/x", "a\nb", "a/")
 
 @pytest.mark.stranger("F4")
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_a_name_stays_within_the_folder_of_runs(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_name_stays_within_the_folder_of_runs(name: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "must be the name of a folder" in refused(capfd, "run", str(RECIPE), "--name", name)
-    assert not contents(tmp_path)
+    assert not contents(here)
 
 
 @pytest.mark.stranger("F4")
@@ -188,20 +182,16 @@ def test_a_name_stays_within_the_folder_of_runs(
         ("def recipe():\n    return 'é'", r"error: recipe mine\.py: .*utf-8.*\n"),
     ],
 )
-def test_a_faulty_recipe_is_one_sentence(
-    source: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_a_faulty_recipe_is_one_sentence(source: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
     Path("mine.py").write_text(source, encoding="latin-1")
     for command in ("run", "show"):
         assert re.fullmatch(message, refused(capfd, command, "mine.py"))
 
 
 @pytest.mark.stranger("F4")
-def test_a_damaged_file_of_a_run_is_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("here")
+def test_a_damaged_file_of_a_run_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     write_runs("ac")
     for damage in DAMAGES:
         Path("runs/a/metrics.jsonl").write_bytes(b'{"step": 1, "schema_version": 4}\n' + damage)
@@ -240,19 +230,16 @@ def listed(capfd: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.stranger("F3")
-def test_a_finished_run_is_not_begun_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert ownloop(tmp_path, "run", str(RECIPE), "--name", "a").returncode == 0
-    add_checkpoint(tmp_path / "runs" / "a")
+def test_a_finished_run_is_not_begun_again(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ownloop(here, "run", str(RECIPE), "--name", "a").returncode == 0
+    add_checkpoint(here / "runs" / "a")
     assert "finished" in listed(capfd)
-    before = contents(tmp_path / "runs")
+    before = contents(here / "runs")
     with pytest.raises(SystemExit) as stop:
         main(["run", "--resume", "a"])
     assert (stop.value.code, capfd.readouterr().out) == (0, "runs/a is finished; --num-steps N continues it\n")
-    assert contents(tmp_path / "runs") == before
-    RunFolder(tmp_path / "runs" / "a", {"num_steps": 3}, resume=True).close()
+    assert contents(here / "runs") == before
+    RunFolder(here / "runs" / "a", {"num_steps": 3}, resume=True).close()
     assert "stopped, saved at" in listed(capfd)
 
 

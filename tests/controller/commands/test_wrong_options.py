@@ -53,15 +53,14 @@ def test_a_wrong_option_is_named_with_what_is_accepted(
     words: str,
     named: str,
     accepted: str,
-    tmp_path: Path,
+    here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert run_command(words.split()) == 2
     error = capfd.readouterr().err
     assert len(error.splitlines()) <= 2
     assert named in error
     assert accepted in error
-    assert not list(tmp_path.iterdir())
+    assert not list(here.iterdir())

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from controller.runs.folder import read_metrics
 from rl.losses import LossInputs
-from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import run_loop
 
-pytestmark = pytest.mark.seconds
+pytestmark = [pytest.mark.seconds, pytest.mark.usefixtures("in_one_process")]
 
 # Every step moves the policy less than this, so the rate always rises.
 CHANGES: dict[str, Any] = {"kl_target": 1e9, "warmup_steps": 3, "num_steps": 3, "evaluate_every": 3}
@@ -26,8 +25,7 @@ def _rates(run: Path) -> list[float]:
     return [row["learning_rate"] for row in read_metrics(run / "metrics.jsonl") if "learning_rate" in row]
 
 
-def test_a_skipped_step_leaves_the_rate_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_in_process(monkeypatch, tmp_path / "cache")
+def test_a_skipped_step_leaves_the_rate_as_it_is(tmp_path: Path) -> None:
     changes: dict[str, Any] = {**CHANGES, "num_steps": 2, "learning_rate": 4e-3, "loss_config": {}}
     run_loop("accumulate", tmp_path / "skipped", loss=f"{__name__}:explode", **changes)
     assert _rates(tmp_path / "skipped") == pytest.approx([1e-3, 1e-3])
@@ -36,10 +34,7 @@ def test_a_skipped_step_leaves_the_rate_as_it_is(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_a_rate_that_is_restored_is_no_higher_than_the_recipe_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch_in_process(monkeypatch, tmp_path / "cache")
+def test_a_rate_that_is_restored_is_no_higher_than_the_recipe_s(tmp_path: Path) -> None:
     first: dict[str, Any] = {**CHANGES, "warmup_steps": 0, "checkpoint_every": 1, "learning_rate": 4e-3}
     then: dict[str, Any] = {**first, "learning_rate": 1e-3, "num_steps": 5}
     run_loop("accumulate", tmp_path / "run", **first)

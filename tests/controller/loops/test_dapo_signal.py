@@ -16,10 +16,9 @@ from rl.algorithms.shaping import unshaped
 from rl.envs.procedural import TextProblem
 from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
-from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import run_loop
 
-pytestmark = pytest.mark.seconds
+pytestmark = [pytest.mark.seconds, pytest.mark.usefixtures("in_one_process")]
 
 # Every answer is in the cache, so its length alone decides how far it is punished.
 CHANGES: dict[str, Any] = {"sampling": SamplingParams(max_tokens=24), "overlong_cache": 24, "max_rounds": 1}
@@ -43,8 +42,7 @@ def _steps(run: Path) -> list[dict[str, float]]:
     return [row for row in read_metrics(run / "metrics.jsonl") if "seconds_step" in row]
 
 
-def test_a_punishment_alone_is_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_in_process(monkeypatch, tmp_path / "cache")
+def test_a_punishment_alone_is_no_signal(tmp_path: Path) -> None:
     run_loop("dapo", tmp_path / "run", env=Solved(), **CHANGES)
     groups = [group for groups in read_recording(tmp_path / "run" / "rollouts").values() for group in groups]
     lengths = [{rollout.num_sampled_tokens for rollout in group.rollouts} for group in groups]
@@ -54,8 +52,7 @@ def test_a_punishment_alone_is_no_signal(tmp_path: Path, monkeypatch: pytest.Mon
         assert (row["groups_with_signal"], row["reward_mean"]) == (0, 1)
 
 
-def test_a_replay_keeps_the_groups_that_the_run_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_in_process(monkeypatch, tmp_path / "cache")
+def test_a_replay_keeps_the_groups_that_the_run_kept(tmp_path: Path) -> None:
     run_loop("dapo", tmp_path / "run", env=Solved(every=2), **CHANGES)
     recording = read_recording(tmp_path / "run" / "rollouts")
     steps = _steps(tmp_path / "run")
@@ -77,8 +74,7 @@ def _replayed(loop: str, tmp_path: Path, names: Sequence[str], **changes: Any) -
 
 @pytest.mark.stranger("2.C7")
 @pytest.mark.parametrize("loop", ["dapo", "accumulate"])
-def test_a_loop_that_samples_again_can_be_replayed(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_in_process(monkeypatch, tmp_path / "cache")
+def test_a_loop_that_samples_again_can_be_replayed(loop: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"max_rounds": 3} if loop == "dapo" else {"tokens_per_step": 300, "kl_target": 1e-3}
     run_loop(loop, tmp_path / "run", env=Solved(every=2), **changes)
     steps = _steps(tmp_path / "run")
@@ -96,10 +92,7 @@ class Huge(EvenWords):
 
 
 @pytest.mark.stranger("2.B5")
-def test_a_critic_whose_updates_are_skipped_is_counted_and_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch_in_process(monkeypatch, tmp_path / "cache")
+def test_a_critic_whose_updates_are_skipped_is_counted_and_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(TrainingStoppedError, match="gradient was not finite 3 steps in a row"):
         run_loop("ppo", tmp_path / "run", env=Huge(), num_steps=8)
     steps = _steps(tmp_path / "run")

@@ -5,17 +5,13 @@ from pathlib import Path
 import pytest
 
 from controller.runs.folder import read_metrics
-from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import run_loop
 
-pytestmark = pytest.mark.seconds
+pytestmark = [pytest.mark.seconds, pytest.mark.usefixtures("in_one_process")]
 
 
 @pytest.mark.parametrize(("loop", "rates"), [("sft", (1.0, 0.75, 0.25)), ("dpo", (1.0, 2 / 3, 1 / 3))])
-def test_the_schedule_ends_after_the_last_step(
-    loop: str, rates: tuple[float, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launch_in_process(monkeypatch, tmp_path / "cache")
+def test_the_schedule_ends_after_the_last_step(loop: str, rates: tuple[float, ...], tmp_path: Path) -> None:
     for num_steps, expected in ((3, rates), (1, (1.0,))):
         run = tmp_path / f"{num_steps} steps"
         run_loop(loop, run, num_steps=num_steps, learning_rate=1e-3, warmup_steps=0)

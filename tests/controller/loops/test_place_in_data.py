@@ -13,11 +13,10 @@ from controller.runs.recording import read_recording
 from rl.data.sources import EnvExamples, EnvPreferences
 from rl.envs.procedural import TextProblem
 from rl.tiny_tasks import EvenWords
-from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import LOOPS, run_loop
 from tests.docs.pages import ROOT
 
-pytestmark = pytest.mark.seconds
+pytestmark = [pytest.mark.seconds, pytest.mark.usefixtures("in_one_process")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +48,7 @@ def _run(loop: str, path: Path, size: int, **changes: Any) -> None:
 @pytest.mark.stranger("2.C3")
 @pytest.mark.stranger("2.C4")
 @pytest.mark.parametrize("loop", LOOPS)
-def test_steps_of_any_size_take_every_item_once(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_in_process(monkeypatch, tmp_path / "cache")
+def test_steps_of_any_size_take_every_item_once(loop: str, tmp_path: Path) -> None:
     assert_every_item_comes_once(loop, tmp_path)
 
 
@@ -80,9 +78,8 @@ def assert_every_item_comes_once(loop: str, tmp_path: Path, **changes: Any) -> N
 
 @pytest.mark.stranger("2.C10")
 @pytest.mark.parametrize("loop", ["sft", "dpo"])
-def test_more_steps_stretch_a_schedule(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_steps_stretch_a_schedule(loop: str, tmp_path: Path) -> None:
     """docs/resume.md: the steps to come have the rates of a run that had so many steps from its beginning."""
-    launch_in_process(monkeypatch, tmp_path / "cache")
     for name, stages in {"resumed": (2, 5), "whole": (5,)}.items():
         for last in stages:
             _run(loop, tmp_path / name, 2, num_steps=last, warmup_steps=0, resume=last > stages[0])

@@ -48,9 +48,8 @@ def start_build(tmp_path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(arguments, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True)
 
 
-def test_a_directory_is_used_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_llama(tmp_path / "model", tied=True)
-    monkeypatch.chdir(tmp_path)
+def test_a_directory_is_used_where_it_is(here: Path) -> None:
+    model = tiny_llama(here / "model", tied=True)
     assert resolve_model("model") == model
     assert resolve_model(model) == model
 

@@ -15,7 +15,6 @@ from rl.protocols import Trainer
 from rl.rollouts.evaluation import Evaluation, Measurement
 from rl.types import Datum, ForwardBackwardOutput, OptimStepOutput
 from tests.controller.runs.test_checkpoints import FileTrainer
-from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import run_loop
 from trainer.config import TrainerConfig
 
@@ -95,11 +94,9 @@ def test_the_folders_of_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loop", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dapo", "ppo"))])
-def test_an_evaluation_beside_training_changes_no_metric(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str
-) -> None:
+@pytest.mark.usefixtures("in_one_process")
+def test_an_evaluation_beside_training_changes_no_metric(tmp_path: Path, loop: str) -> None:
     """Neither of training nor of the evaluation, whose version is that of its step."""
-    launch_in_process(monkeypatch, tmp_path / "cache")
     runs: dict[str, list[dict[str, float]]] = {}
     for evaluation in ("between", "beside"):
         run_loop(loop, tmp_path / evaluation, evaluation=evaluation, num_steps=2, evaluate_every=1)

@@ -122,12 +122,11 @@ HOSTILE = (
 
 @pytest.mark.stranger("2.A1")
 @pytest.mark.parametrize("task", sorted({*reasoning._LITERALS, *reasoning._FORMULAS}))  # pyright: ignore[reportPrivateUsage]
-def test_an_answer_is_not_executed(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_answer_is_not_executed(task: str, here: Path) -> None:
     for problem in ReasoningGym(task=task).train_problems(0, 0, 2):
         assert problem.reply(problem.answer or "").reward == 1
         assert all(problem.reply(answer).reward < 0.5 for answer in HOSTILE)
-    assert not [*tmp_path.iterdir()]
+    assert not [*here.iterdir()]
 
 
 @pytest.mark.stranger("2.A1")

@@ -15,9 +15,8 @@ from tests.rl.losses.cases import random_case
 
 
 @pytest.mark.stranger("B3")
-def test_a_loss_may_lie_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_own_losses.py").write_text("def f(logprobs, entropy, inputs): return logprobs.sum(), {}")
-    monkeypatch.chdir(tmp_path)
+def test_a_loss_may_lie_in_the_working_directory(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "my_own_losses.py").write_text("def f(logprobs, entropy, inputs): return logprobs.sum(), {}")
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     assert get_loss("my_own_losses:f").name == "f"
 
@@ -75,10 +74,9 @@ def test_a_users_loss_checks_the_ranges_of_its_options() -> None:
     ],
 )
 def test_a_mistake_in_a_users_module_is_named(
-    module: str, content: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: str, content: str, message: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / f"{module}.py").write_text(content)
-    monkeypatch.chdir(tmp_path)
+    (here / f"{module}.py").write_text(content)
     monkeypatch.setattr(sys, "path", [*sys.path, ""])
     with pytest.raises(ValueError, match=f"loss {module}:f cannot be imported: {message}"):
         get_loss(f"{module}:f")
