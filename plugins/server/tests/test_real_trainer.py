@@ -42,11 +42,13 @@ def test_losses_are_those_of_numpy(server: RunningServer, name: Any) -> None:
     inputs |= {"sequence_ratio_mask": [0.0, 1.0, 1.0, 0.0]} if name == "gspo" else {}
     clips = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
     config = {"dro": {"beta": 0.2}, "gspo": clips}.get(name, {})
-    output = client.forward_backward([datum(TOKENS[:4], TOKENS[1:5], **inputs)], name, config).result()
+    data = [datum(TOKENS[:4], TOKENS[1:5], **inputs)]
+    output = client.forward_backward(data, name, config).result()
     p = np.array(output.loss_fn_outputs[0]["logprobs"].data)
     assert (p < 0).all()  # where the weight is 0, too
     expected = -(np.array(weights) * p).sum() if name == "cross_entropy" else reference(name, p, config)
     assert output.metrics["loss:sum"] == pytest.approx(expected, abs=1e-4)
+    assert client.forward(data, name, config).result().metrics["loss:sum"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_groups_share_their_prompt_and_get_every_log_prob(
