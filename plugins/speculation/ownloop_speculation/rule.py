@@ -17,7 +17,7 @@ _ROWS_PER_STEP = 16.0
 """Before rows were varied: what a step costs at all is that of so many rows."""
 _TRIAL = 32
 """Steps that are looked at before looking has to pay."""
-_PROBE = 16
+_PROBE = 64
 """Where looking does not pay, one step of so many is looked at."""
 
 

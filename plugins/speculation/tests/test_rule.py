@@ -73,7 +73,7 @@ def test_looking_rests_where_it_does_not_pay() -> None:
     rule.observe_step(4, 0.05, checks=False)
     for _ in range(100):
         rule.observe_look(4, saved=0.0, took=1e-4)
-    assert sum(rule.is_worth_a_look(4) for _ in range(160)) == 10
+    assert sum(rule.is_worth_a_look(4) for _ in range(640)) == 10
     assert all(rule.is_worth_a_look(20) for _ in range(100)), "so many requests have a trial of their own"
     rule.observe_look(4, saved=0.05, took=1e-4)
     assert all(rule.is_worth_a_look(4) for _ in range(100))
