@@ -45,7 +45,7 @@ _LISTS = re.compile(r"[,;]|\b(?:and|or)\b")
 _COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d)")
 _GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,?\\[,!:; ]|\{,\}|~)\d{3})+(?!\d)")
 _DASH = re.compile(r"(?<![\w)}\]])[\u2010-\u2013\ufe63\uff0d](?=\s*[\d.\\])")  # before a number, a minus
-_END = re.compile(r"(?<![\\.,;\s])\s*[.,;]\s*\Z")  # of a sentence behind the answer; not of "1, 2, ..." and "\\,"
+_END = re.compile(r"(?<=[^\\.,;\s])\s*[.,;]\s*\Z")  # of a sentence behind the answer; not of "1, 2, ..." and "\\,"
 _FLOAT = re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d{1,3}")
 _PRINTED = re.compile(r"(?<![\w.\\}])\d+(?:\.\d+)?[eE][-+]\d{2,3}(?![\w.])")  # not 2e-5, which may be 2 * e - 5
 

@@ -160,6 +160,7 @@ def test_only_an_answer_that_is_whole_is_paid(text: str, is_cut_off: bool, boxed
     st.booleans(),
 )
 @example(["#"] * 4, False)
+@example(["\\boxed", "{", ",", "}"], False)
 def test_any_text_has_boxes_or_none(parts: list[str], is_cut_off: bool) -> None:
     text = "".join(parts)
     for is_list in (False, True):
