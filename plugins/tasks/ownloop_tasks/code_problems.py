@@ -19,8 +19,9 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeInt
 
 from ownloop_sandbox import Sandbox, find_way, run_python
+from ownloop_tasks.data_sets import load_columns
 from rl.configuration import Several, configuration, holds
-from rl.data.rows import content_id, load_columns, python_order, split, stream, without_held_out
+from rl.data.rows import content_id, python_order, split, stream, without_held_out
 from rl.protocols import Done, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
 from rl.types import Answer, PathOrName

@@ -22,9 +22,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ownloop_tasks.data_sets import read_columns
 from ownloop_tasks.math_answers import WAITING_FACTOR, is_one_answer, last_boxes, math_comparer, plain
 from rl.configuration import Several, configuration, holds
-from rl.data.rows import content_id, python_order, read_columns, split, stream, without_held_out
+from rl.data.rows import content_id, python_order, split, stream, without_held_out
 from rl.protocols import Done, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
 from rl.system.disk import cache_directory

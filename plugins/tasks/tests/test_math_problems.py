@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 pytest.importorskip("math_verify", reason="math-verify is not installed")
 
 from ownloop_doctors.check_env import check_env
+from ownloop_tasks.data_sets import read_columns
 from ownloop_tasks.math_answers import Comparison, MathComparer, last_boxes, math_comparer, plain
 from ownloop_tasks.math_problems import (
     AnswerForm,
@@ -32,7 +33,6 @@ from ownloop_tasks.math_problems import (
     word_problems_file,
     write_word_problems,
 )
-from rl.data.rows import read_columns
 from rl.rollouts.guard import EnvironmentFailedError, call_environment
 from rl.types import Answer
 from tests.waiting import LIMIT_S, join, wait_for_ends, wait_for_line, wait_until

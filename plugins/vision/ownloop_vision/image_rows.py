@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ownloop_tasks.data_sets import load_columns, text_of
 from ownloop_vision.qwen_images import file_bytes
 from rl.checks import named_function
 from rl.configuration import configuration
-from rl.data.rows import load_columns, python_order, split, stream, text_of
+from rl.data.rows import python_order, split, stream
 from rl.envs.procedural import TextProblem
 from rl.types import PathOrName
 
