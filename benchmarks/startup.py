@@ -9,6 +9,7 @@ after the command, and the first step takes at most 1.5 times the median of the 
 """
 
 import dataclasses
+import json
 import os
 import statistics
 import subprocess
@@ -22,7 +23,7 @@ import psutil
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result
 from controller.runs.folder import METRICS, read_metrics
-from rl.system.timeline import TIMELINE, read_timeline
+from rl.system.timeline import TIMELINE
 
 _LOOK_S = 0.1
 """Between two looks at the processes."""
@@ -83,7 +84,8 @@ def first_answer(recipe: str, run: Path, num_steps: int) -> tuple[float, dict[st
     """Seconds from the command to the answer to the only held-out problem, and CPU seconds until then by process."""
     options = ["--num-steps", str(num_steps), "--num-eval", "1", "--checkpoint-every", "0"]
     began, looks, names = watch_run([recipe, *options], run)
-    answered = min(end for _, name, _, _, end in read_timeline(run / TIMELINE) if name == "generate")
+    calls = [event for event in json.loads((run / TIMELINE).read_text()) if event["name"] == "generate"]
+    answered = min(event["ts"] + event["dur"] for event in calls) / 1e6
     return answered - began, cpu_until(looks, answered, names)
 
 

@@ -175,16 +175,6 @@ class Heap:
             self._settled, self._steps = 0, 0
 
 
-def hand_back_garbage() -> None:
-    """Frees garbage in cycles and hands its memory back: for the end of work that leaves much of it, such as drawing.
-
-    Takes most of a second, in which all threads wait, unless the collector passes over long-lived objects:
-    `without_walking_what_exists`.
-    """
-    gc.collect()
-    hand_back_memory()
-
-
 def hand_back_memory() -> None:
     """Hands memory that this process has freed back to the kernel. Does nothing in a C library that is not glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -131,12 +131,6 @@ def other_files(path: Path) -> Iterator[Path]:
                 yield file.relative_to(path)
 
 
-def all_files(path: Path) -> tuple[Path, ...]:
-    """Every file of the directory and the chat templates in their folder, relative to it: what makes it a copy."""
-    files = {file.relative_to(path) for file in path.iterdir() if file.is_file()}
-    return tuple(sorted(files | set(other_files(path))))
-
-
 def _equal(one: StoredWeight, other: StoredWeight) -> bool:
     """Whether both have the same bytes."""
     if (one.dtype, one.shape, one.num_bytes) != (other.dtype, other.shape, other.num_bytes):

@@ -190,9 +190,9 @@ def test_the_command_attacks_an_environment_and_a_function_over_rows(
     told = capfd.readouterr().out
     assert "echo pays for nothing (the question): 1.000, 100 % of the way from 0 to 1" in told
     assert "share of groups of 8 with a signal, by pass rate: 1 %: 0.08," in told
-    assert CheckEnv(env="rl.tiny_tasks:NumberWords").run() == 0
+    assert CheckEnv(env="rl.envs.largest_number:LargestNumber").run() == 0
     assert "right answer" in capfd.readouterr().out
-    assert CheckEnv(env="rl.tiny_tasks:NumberWords", contract_only=True).run() == 0
+    assert CheckEnv(env="rl.envs.largest_number:LargestNumber", contract_only=True).run() == 0
     assert capfd.readouterr().out == "nothing is wrong with it\n"
     mistakes: list[tuple[dict[str, Any], str]] = [
         ({"columns": columns}, "--columns is prompt=question; it says what"),

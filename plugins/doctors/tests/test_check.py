@@ -23,7 +23,7 @@ from rl.envs.procedural import TextProblem
 from rl.envs.reasoning import ReasoningGym
 from rl.protocols import Done, Env, Observation
 from rl.rollouts.guard import require_env, time_limit_of
-from rl.tiny_tasks import EvenWords, NumberWords
+from rl.tiny_tasks import EvenWords
 from tests.waiting import LIMIT_S
 
 # Modules of rl/envs without environment.
@@ -44,7 +44,6 @@ SHIPPED: dict[str, Callable[[Path], Env]] = {
     "GuessNumber": lambda folder: GuessNumber(),
     "JsonlReward": _jsonl,
     "LargestNumber": lambda folder: LargestNumber(),
-    "NumberWords": lambda folder: NumberWords(),
     "PythonArithmetic": lambda folder: PythonArithmetic(),
     "ReasoningGym": lambda folder: ReasoningGym(task="spell_backward", params={"min_word_len": 3, "max_word_len": 6}),
 }

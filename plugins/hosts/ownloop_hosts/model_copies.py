@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ownloop_hosts.connections import family_of
 from ownloop_hosts.files import removed_at_end
-from rl.system.model_files import all_files
+from rl.system.model_files import other_files
 
 _SMALL_FILE = 1 << 20
 _TOKEN_BYTES = 32
@@ -31,7 +31,13 @@ def model_files(model: Path) -> Mapping[str, str]:
     """The files of a model's directory: their sizes, and of small ones what is in them. Empty if there is none."""
     if not model.is_dir():
         return {}
-    return {str(file): _print_of(model / file) for file in all_files(model)}
+    return {str(file): _print_of(model / file) for file in _all_files(model)}
+
+
+def _all_files(path: Path) -> list[Path]:
+    """Every file of the directory and the chat templates in their folder, relative to it: what makes it a copy."""
+    files = {file.relative_to(path) for file in path.iterdir() if file.is_file()}
+    return sorted(files | set(other_files(path)))
 
 
 def check_same_model(model: Path, expected: Mapping[str, str]) -> None:
@@ -66,7 +72,7 @@ class ModelServer:
         """
         self._token_s = token_s
         self._model = model
-        self._files = [(file, (model / file).stat().st_size) for file in all_files(model)]
+        self._files = [(file, (model / file).stat().st_size) for file in _all_files(model)]
         self._server = socket.create_server((address, 0), family=family_of(address))
         num_bytes, port = sum(size for _, size in self._files), int(self._server.getsockname()[1])
         self.offer = ModelOffer(model, num_bytes, address, port, secrets.token_bytes(_TOKEN_BYTES))

@@ -17,7 +17,8 @@ from typing import Any
 from controller.runs.folder import RunFolder
 from controller.runs.observers import Observer
 from ownloop_report.dashboards import grouped, run_id
-from rl.system.timeline import TIMELINE, read_timeline, wall_time
+from ownloop_report.timeline_spans import read_timeline
+from rl.system.timeline import TIMELINE, wall_time
 
 _SPANS_AT_ONCE = 1 << 17
 _NUM_STEPS = 100

@@ -24,7 +24,7 @@ from typing import Any
 
 from controller.runs.folder import CONFIG_FILE, HOST_FILE, METRICS, ROLLOUTS, RunFolder, state_of
 from controller.runs.observers import Observer
-from ownloop_report.plot import thinned_metrics
+from ownloop_report.plot import hand_back_garbage, thinned_metrics
 from ownloop_report.samples import (
     Decode,
     TokenSamples,
@@ -33,10 +33,11 @@ from ownloop_report.samples import (
     mismatch_samples,
     session_trees,
 )
+from ownloop_report.timeline_spans import read_timeline
 from ownloop_report.warnings_in_words import warnings_of
 from rl.system.disk import RecordingError, read_json, to_json, write_json, write_whole
-from rl.system.hardware import describe_software, hand_back_garbage
-from rl.system.timeline import CONTROLLER, TIMELINE, Timeline, read_timeline
+from rl.system.hardware import describe_software
+from rl.system.timeline import CONTROLLER, TIMELINE, Timeline
 from rl.types import Datum, ForwardBackwardOutput
 
 REPORT = "report.html"

@@ -3,6 +3,7 @@
 matplotlib is loaded with the first drawing: a mistake in a recipe should not have to wait for it.
 """
 
+import gc
 import io
 import math
 import time
@@ -20,7 +21,7 @@ from controller.runs.observers import Observer
 from ownloop_report.comparison import t_quantile
 from rl.algorithms.metrics import num_skipped
 from rl.system.disk import write_whole
-from rl.system.hardware import hand_back_garbage
+from rl.system.hardware import hand_back_memory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,6 +62,16 @@ class CurveDrawer(Observer):
         for name, training in [*self._curves.items()]:
             plot_curve(metrics, folder / f"{name}.png", folder.name, name=name, training=training)
         hand_back_garbage()  # a drawing of matplotlib is megabytes of cycles
+
+
+def hand_back_garbage() -> None:
+    """Frees garbage in cycles and hands its memory back: for the end of work that leaves much of it.
+
+    Takes most of a second, in which all threads wait, unless the collector passes over long-lived objects:
+    `rl.system.hardware.without_walking_what_exists`.
+    """
+    gc.collect()
+    hand_back_memory()
 
 
 def plot_curve(

@@ -18,8 +18,9 @@ from weakref import WeakKeyDictionary
 
 from pydantic import AfterValidator, NonNegativeInt, PositiveInt
 
+from ownloop_tasks.around import AroundProblem
 from rl.configuration import AsItIs, Positive, configuration, holds
-from rl.protocols import AroundProblem, Done, Episode, Problem, ProblemOptions, Prompt, Reply, given
+from rl.protocols import Done, Episode, Problem, ProblemOptions, Prompt, Reply, given
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S, Environment, call_environment, time_limit_of, waiting
 from rl.rollouts.rendering import prompt_text
 from rl.types import Answer

@@ -21,9 +21,10 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Strict
 
+from ownloop_tasks.around import AroundProblem
 from rl.configuration import NotNegative, Several, configuration
 from rl.data.rows import hashed_number
-from rl.protocols import AroundProblem, Done, Episode, Problem, ProblemOptions, Prompt, Reply, best_reward_of, given
+from rl.protocols import Done, Episode, Problem, ProblemOptions, Prompt, Reply, best_reward_of, given
 from rl.rollouts.guard import Environment, time_limit_of
 
 _TAKEN = ("low", "high", "mean", "std")  # `reward_high` is a bound of the whole evaluation's reward

@@ -27,11 +27,11 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, PositiveInt
 
+from ownloop_tasks.around import AroundProblem
 from ownloop_tasks.mcp_server import MCPServer, ServerLostError, Tool
 from rl.checks import are_parts, named_function
 from rl.configuration import Positive, Several, configuration
 from rl.protocols import (
-    AroundProblem,
     Done,
     Episode,
     Observation,

@@ -8,8 +8,8 @@ import pytest
 from ownloop_tasks.guess_number import GuessNumber
 from ownloop_tasks.python_arithmetic import PythonArithmetic
 from plugins.sandbox.tests.here import need
+from rl.envs.largest_number import LargestNumber
 from rl.protocols import Done, Observation, Reply
-from rl.tiny_tasks import NumberWords
 from rl.types import Answer
 
 
@@ -74,7 +74,7 @@ async def test_reasoning_and_cut_lines_are_neither_run_nor_paid() -> None:
     reply = await question.start().reply(f"<think>Python: 1</think>Answer: {question.answer}")
     assert isinstance(reply, Done)
     assert reply.reward == 1
-    (words,) = NumberWords().train_problems(0, 0, 1)
+    (words,) = LargestNumber().train_problems(0, 0, 1)
     assert words.answer is not None
     assert words.reply(f"<think>hm</think>\n{words.answer}").reward == 1
     assert words.reply(f"<think>{words.answer}").reward == 0

@@ -12,7 +12,7 @@ from ownloop_tasks.judged import Judge, JudgedEnv, score_of
 from plugins.tasks.tests.faulty_server import Behaviour, FaultyServer, faulty_server
 from rl.protocols import Observation
 from rl.rollouts.episodes import rollout_groups
-from rl.tiny_tasks import NumberWords
+from rl.tiny_tasks import EvenWords
 from rl.types import Group, SamplingParams
 from tests.rl.fakes import ScriptedGenerator, WordRenderer
 from tests.waiting import LIMIT_S
@@ -39,7 +39,7 @@ def _judged(behave: Callable[[str, int], Behaviour], **options: Any) -> tuple[Gr
     """Two rollouts, which answer "good" and "bad"."""
     with faulty_server(behave) as server:
         judge = Judge(base_url=server.url, model="m", template="{prompt} A: {answer}", **options)
-        (group,) = _groups(JudgedEnv(env=NumberWords(), judge=judge), lambda prompt, i, seed: ["good", "bad"][i])
+        (group,) = _groups(JudgedEnv(env=EvenWords(), judge=judge), lambda prompt, i, seed: ["good", "bad"][i])
     return group, server
 
 
@@ -213,7 +213,7 @@ def test_no_more_requests_than_allowed_run_at_a_time() -> None:
 
     with faulty_server(slowly) as server:
         judge = Judge(base_url=server.url, model="m", max_concurrent=3, time_limit_s=50)
-        groups = _groups(JudgedEnv(env=NumberWords(), judge=judge), lambda prompt, i, seed: f"{i}", count=4, samples=6)
+        groups = _groups(JudgedEnv(env=EvenWords(), judge=judge), lambda prompt, i, seed: f"{i}", count=4, samples=6)
     assert all(group.rewards.tolist() == [0.5] * 6 for group in groups)
     assert server.most_running == 3
 
@@ -221,7 +221,7 @@ def test_no_more_requests_than_allowed_run_at_a_time() -> None:
 def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with faulty_server(lambda question, attempt: "5") as server:
         judge = Judge(base_url=server.url, model="m", api_key_variable="JUDGE_KEY")
-        env = JudgedEnv(env=NumberWords(), judge=judge)
+        env = JudgedEnv(env=EvenWords(), judge=judge)
         with pytest.raises(ValueError, match="api_key_variable is 'JUDGE_KEY', and no such environment variable"):
             env.eval_problems(1)
         monkeypatch.setenv("JUDGE_KEY", "secret")

@@ -16,7 +16,7 @@ from rl.protocols import Done, Env, Observation, Prompt
 from rl.rollouts.guard import call_environment
 from rl.rollouts.rendering import Renderer
 from rl.tiny_models import tiny_llama
-from rl.tiny_tasks import NumberWords
+from rl.tiny_tasks import EvenWords
 from tests.trainer.engine_trainer import EngineTrainer
 
 
@@ -42,7 +42,7 @@ async def _play(env: Env, answers: list[str]) -> tuple[Prompt, Done]:
     return prompt, done
 
 
-@pytest.mark.parametrize(("env", "answers"), [(NumberWords(), ["w3 w4"]), (GuessNumber(max_turns=2), ["1", "2"])])
+@pytest.mark.parametrize(("env", "answers"), [(EvenWords(), ["w3 w4"]), (GuessNumber(max_turns=2), ["1", "2"])])
 def test_the_reward_is_the_value_after_the_answer(reward_model: Path, env: Env, answers: list[str]) -> None:
     prompt, done = asyncio.run(_play(JudgedEnv(env=env, judge=RewardModel(model=str(reward_model))), answers))
     renderer = Renderer(reward_model)
@@ -75,5 +75,5 @@ def test_a_folder_without_a_reward_model_is_refused(reward_model: Path, tmp_path
         (tiny_llama(tmp_path / "model"), "LlamaForCausalLM .* must be a sequence classifier with one label"),
     ):
         with pytest.raises(ValueError, match=message):
-            JudgedEnv(env=NumberWords(), judge=RewardModel(model=str(model))).eval_problems(1)
-    JudgedEnv(env=NumberWords(), judge=RewardModel(model=str(reward_model))).eval_problems(1)
+            JudgedEnv(env=EvenWords(), judge=RewardModel(model=str(model))).eval_problems(1)
+    JudgedEnv(env=EvenWords(), judge=RewardModel(model=str(reward_model))).eval_problems(1)

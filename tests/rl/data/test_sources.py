@@ -8,8 +8,8 @@ from rl.data.rows import is_eval
 from rl.data.sources import EnvExamples, EnvPreferences, JsonlExamples, JsonlPreferences
 from rl.envs.largest_number import LargestNumber
 from rl.envs.procedural import TextProblem
+from rl.envs.reasoning import ReasoningGym
 from rl.protocols import Problem
-from rl.tiny_tasks import NumberWords
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -161,8 +161,8 @@ class Unanswered:
 def test_an_environment_that_knows_no_answers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"environment 'riddles' knows no answer to problem '0/0'.* or a JSONL file"):
         EnvExamples(env=Unanswered()).eval_examples(1)
-    with pytest.raises(ValueError, match=r"environment 'number words' knows no wrong answer to problem"):
-        EnvPreferences(env=NumberWords()).eval_preferences(1)
+    with pytest.raises(ValueError, match=r"environment 'chain_sum' knows no wrong answer to problem"):
+        EnvPreferences(env=ReasoningGym(task="chain_sum")).eval_preferences(1)
 
 
 def test_supervised_data_that_would_not_show_tools_are_refused() -> None:

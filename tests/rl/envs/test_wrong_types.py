@@ -10,12 +10,10 @@ from rl.data.sources import EnvExamples, EnvPreferences, JsonlExamples, JsonlPre
 from rl.envs.jsonl import JsonlReward
 from rl.envs.largest_number import LargestNumber
 from rl.envs.reasoning import ReasoningGym
-from rl.tiny_tasks import NumberWords
 from rl.types import AdamParams, SamplingParams
 from tests.rl.envs.wrong_types import FAILING_MODULES, OTHER_VALUES, assert_field_is_named, fields_of
 
 _REQUIRED: dict[type, dict[str, Any]] = {
-    NumberWords: {},
     JsonlReward: {"file": Path("x.jsonl"), "reward": "rl.envs.jsonl:no_reward"},
     LargestNumber: {},
     ReasoningGym: {"task": "chain_sum"},
@@ -31,7 +29,6 @@ def test_a_field_of_another_type_is_named(kind: Any, field: str, value: object) 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda x: NumberWords(num_digits=x), r"NumberWords.num_digits\[1\] is 'a'"),
         (lambda x: SamplingParams(max_tokens=1, stop_token_ids=x), r"SamplingParams.stop_token_ids\[1\] is 'a'"),
         (lambda x: ReasoningGym(task="chain_sum", stop=x), r"ReasoningGym.stop\[0\] is 3"),
         (lambda x: ReasoningGym(task="chain_sum", params={x[0]: 1}), r"ReasoningGym.params\[3\] is 3"),
