@@ -9,7 +9,7 @@
                 rollouts/         one Parquet file per step and per evaluation, see controller/runs/recording.py
                 sessions/         of a run of programs, see ownloop_agents/sessions.py
                 reward.png        see ownloop_report/plot.py
-                report.html       see controller/runs/report/
+                report.html       see ownloop_report/page.py
                 timeline.json     see rl/system/timeline.py
                 first_weights/    of a fork with weights alone: the checkpoint that it began with
                 checkpoints/      see controller/runs/checkpoints.py
