@@ -28,8 +28,9 @@ from torch.utils._pytree import tree_leaves
 from generator.cpu.weight_packing import absorbing, pack, pack_again, packed_in_place, packed_layers, plain_convolutions
 from rl.checks import first_names
 from rl.system.hf_config import trained_shapes
+from rl.weights.memory import WeightBuffer
 from rl.weights.shared_memory import Workers, copy, on_gpu
-from rl.weights.version import VersionRecord, WeightMemory, WeightsError, WeightsMismatchError
+from rl.weights.version import VersionRecord, WeightsError, WeightsMismatchError
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Backup = tuple[list[tuple[nn.Parameter, torch.Tensor]], list[tuple[nn.Module, Any]]]
@@ -50,7 +51,6 @@ class WeightLoader:
             self._expected.pop("lm_head.weight", None)  # some files repeat it; it is never published
         self._workers = Workers()
         self._plan: CopyPlan | None = None
-        self._fitting = b""  # the layout that was last found to fit this model
         self.frozen_id = b""
         """The `frozen_id` of the version in the model; empty if the model may hold other frozen tensors."""
         packed_in_place(model)  # only to raise
@@ -58,9 +58,20 @@ class WeightLoader:
     def check(self, record: VersionRecord) -> None:
         """Raises `WeightsMismatchError` if the version is not one of this model."""
         self.check_dtype(record)
-        if record.layout != self._fitting:
-            self._check_shapes(record)
-            self._fitting = record.layout
+        published = {spec.name: spec.shape for spec in record.manifest}
+        both = published.keys() & self._expected.keys()
+        problems = {
+            "missing": self._expected.keys() - both,
+            "not of this model": published.keys() - both,
+            "of another shape": {
+                f"{name} {published[name]} instead of {self._expected[name]}"
+                for name in both
+                if published[name] != self._expected[name]
+            },
+        }
+        said = "; ".join(f"{what}: {first_names(names)}" for what, names in problems.items() if names)
+        if said:
+            raise WeightsMismatchError(f"version {record.version} does not fit this model; {said}")
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -75,28 +86,7 @@ class WeightLoader:
                 f"version {record.version} was published as {record.dtype}; this generator holds {self._dtype}"
             )
 
-    def _check_shapes(self, record: VersionRecord) -> None:
-        published = {spec.name: spec.shape for spec in record.manifest}
-        problems = [
-            f"{what}: {first_names(names)}"
-            for what, names in (
-                ("missing", self._expected.keys() - published.keys()),
-                ("not of this model", published.keys() - self._expected.keys()),
-                (
-                    "of another shape",
-                    {
-                        f"{name} {published[name]} instead of {self._expected[name]}"
-                        for name in published.keys() & self._expected.keys()
-                        if published[name] != self._expected[name]
-                    },
-                ),
-            )
-            if names
-        ]
-        if problems:
-            raise WeightsMismatchError(f"version {record.version} does not fit this model; {'; '.join(problems)}")
-
-    def load_memory(self, memory: WeightMemory, record: VersionRecord) -> None:
+    def load_memory(self, memory: WeightBuffer, record: VersionRecord) -> None:
         """Copies the version in `memory` into the model. Raises as `load` does.
 
         The first call goes through vLLM and records its copies. Later calls repeat them, and leave frozen tensors out
@@ -156,7 +146,7 @@ class _Source:
     """A view of weight memory, wherever that is mapped."""
 
     part: int
-    """The index in `WeightMemory.parts`."""
+    """The index in `WeightBuffer.parts`."""
     dtype: torch.dtype
     offset: int
     """In elements of `dtype`."""
@@ -165,7 +155,7 @@ class _Source:
     frozen: bool = False
     """Whether it shows a frozen tensor."""
 
-    def of(self, memory: WeightMemory) -> torch.Tensor:
+    def of(self, memory: WeightBuffer) -> torch.Tensor:
         return memory.parts[self.part].view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
     def behind(self, copy: torch.Tensor, view: torch.Tensor) -> "_Source | None":
@@ -184,7 +174,7 @@ class _Source:
 class CopyRecorder(TorchDispatchMode):
     """Records every copy out of weight memory while it is active."""
 
-    def __init__(self, memory: WeightMemory, record: VersionRecord) -> None:
+    def __init__(self, memory: WeightBuffer, record: VersionRecord) -> None:
         """The tensors to be copied are views of `memory`, which holds `record`."""
         super().__init__()
         tensors = [memory.tensor(spec) for spec in record.manifest if spec.frozen]
@@ -264,13 +254,13 @@ class CopyPlan:
         self._in_place = packed_in_place(model)
         # For each memory, the operations that load it, in stages that run one after the other. They are kept, because
         # hundreds of views take long to make, and they are gone with the memory.
-        self._stages: WeakKeyDictionary[WeightMemory, dict[bool, list[Sequence[Operation]]]] = WeakKeyDictionary()
+        self._stages: WeakKeyDictionary[WeightBuffer, dict[bool, list[Sequence[Operation]]]] = WeakKeyDictionary()
 
     def fits(self, record: VersionRecord) -> bool:
         """Whether the plan can load this version into the model as it is now."""
         return self._usable and record.layout == self._layout and _addresses(self._modules) == self._addresses
 
-    def load(self, memory: WeightMemory, workers: Workers, *, frozen: bool) -> None:
+    def load(self, memory: WeightBuffer, workers: Workers, *, frozen: bool) -> None:
         """Brings what lies in `memory` into the model, with frozen tensors or without."""
         frozen = frozen or bool(self._in_place)  # what was changed in place has to be copied again
         stages = self._stages.setdefault(memory, {})

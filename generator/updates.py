@@ -29,10 +29,10 @@ from generator.config import GeneratorConfig, LoRALimits
 from generator.conversion import ServedPolicy, unknown_policy
 from generator.pull import Backup, WeightLoader
 from rl.lora import LoRAConfig, Policy, adapted_modules, tensor_name
+from rl.weights.memory import WeightBuffer
 from rl.weights.version import (
     Fetch,
     VersionRecord,
-    WeightMemory,
     WeightsMismatchError,
     load_transport,
     raise_on_every_rank,
@@ -160,7 +160,7 @@ class WeightUpdates:
             adapters.check(record, frozen=frozen)
             with self._receivers[record.transport].open(record, fetch) as weights:
                 # The adapter outlives the memory in which it was published.
-                if isinstance(weights, WeightMemory):
+                if isinstance(weights, WeightBuffer):
                     tensors = {spec.name: weights.tensor(spec).clone() for spec in record.manifest}
                 else:
                     tensors = {name: tensor.clone() for name, tensor in weights}
@@ -180,7 +180,7 @@ class WeightUpdates:
             try:
                 self._loader.check(record)
                 weights = stack.enter_context(self._receivers[record.transport].open(record, fetch))
-                if isinstance(weights, WeightMemory):
+                if isinstance(weights, WeightBuffer):
                     load = partial(self._loader.load_memory, weights, record)
                 else:  # tensors may fail to arrive after the first of them was loaded
                     usable = self.inconsistent is None and self._dropped is None
@@ -203,7 +203,7 @@ class WeightUpdates:
                 self.inconsistent = error
             raise
         self.inconsistent = self._dropped = None
-        self._pulled = record if isinstance(weights, WeightMemory) and record.transport in _STAY else None
+        self._pulled = record if isinstance(weights, WeightBuffer) and record.transport in _STAY else None
 
 
 class Adapters:

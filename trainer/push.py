@@ -28,7 +28,6 @@ from rl.weights.version import (
     VersionRecord,
     WeightsError,
     build_manifest,
-    check_transport,
     load_transport,
     manifest_checksum,
     on_rank_0,
@@ -67,12 +66,9 @@ class WeightPublisher:
 
         With `auto`, a transport that cannot carry the weights gives way to the next, with a warning; a transport that
         was asked for by name fails the first push instead. A push waits at most `reader_timeout_s` for generators that
-        still read the version from two pushes ago. Raises ValueError for an unknown transport.
+        still read the version from two pushes ago.
         """
-        check_transport("weight transport", transport)
         self._dtype = dtype
-        if policy is not None and transport != "auto":
-            transport = load_transport(transport).without_gpus or transport
         self._choice = transport
         self._policy = policy
         self._lora = lora
@@ -82,14 +78,10 @@ class WeightPublisher:
         self._rank = own_rank()
         self._index = VersionIndex(self._get_store)
         self._shards = _Shards(self._rank)
-        self._manifest: Manifest = ()
-        self._layout = b""
-        self._host = host_identity()
-        self._transport = ""
         self._sender: Sender | None = None
-        self._push_index = -1
-        self.forget_frozen()
+        self._push: VersionRecord | None = None  # the last one, which the next one's record is made of
         self._last_version: int | None = None
+        self.forget_frozen()
 
     def forget_frozen(self) -> None:
         """Has the next pushes send frozen tensors again, because they may have changed."""
@@ -112,22 +104,12 @@ class WeightPublisher:
         tensors = list(named_parameters)
         if self._policy is not None:  # small, so gathering is cheap, and ranks need not agree on who holds which part
             tensors = [(name, t.full_tensor().detach() if isinstance(t, DTensor) else t) for name, t in tensors]
-        if self._sender is None:
-            self._sender = await self._prepare(tensors, frozen)
-        self._push_index += 1
-        record = VersionRecord(
-            version=version,
-            push_index=self._push_index,
-            manifest=self._manifest,
-            dtype=self._dtype,
-            transport=self._transport,
-            host=self._host,
-            layout=self._layout,
-            frozen_id=self._frozen_id,
-            policy=self._policy,
-            lora=self._lora,
+        if self._sender is None or self._push is None:
+            self._sender, self._push = await self._prepare(tensors, frozen)
+        self._push = replace(
+            self._push, version=version, push_index=self._push.push_index + 1, frozen_id=self._frozen_id
         )
-        record, unchanged = await self._sender.send(record, self._shards.of(tensors))
+        record, unchanged = await self._sender.send(self._push, self._shards.of(tensors))
         before, self._last_version = self._last_version, version
         if self._rank > 0:
             return None
@@ -154,38 +136,48 @@ class WeightPublisher:
                 problem = problem or error
         await asyncio.to_thread(raise_on_every_rank, problem)
 
-    async def _prepare(self, tensors: NamedTensors, frozen: Collection[str]) -> Sender:
-        """Agrees with the other ranks on a manifest and on a transport that can carry it."""
-        self._manifest = await asyncio.to_thread(self._shards.agree, tensors, self._dtype, frozen)
-        self._layout = manifest_checksum(self._manifest)
+    async def _prepare(self, tensors: NamedTensors, frozen: Collection[str]) -> tuple[Sender, VersionRecord]:
+        """Agrees with the other ranks on a manifest and on a transport that can carry it. The record is of no push."""
+        manifest = await asyncio.to_thread(self._shards.agree, tensors, self._dtype, frozen)
         *preferred, last = await self._candidates()
         problem = ""
-        for self._transport in (*preferred, last):
-            transport, asked = load_transport(self._transport), self._choice != "auto"
+        for name in (*preferred, last):
+            transport, asked = load_transport(name), self._choice != "auto"
             sender = transport.sender(self._index, reader_timeout_s=self._reader_timeout_s, asked=asked)
             try:
-                await sender.prepare(self._manifest)
+                await sender.prepare(manifest)
             except WeightsError as error:  # raised on every rank, so all try the same transport next
-                if self._transport == last:
+                if name == last:
                     raise
                 problem = str(error)
-            else:
-                if problem and self._rank == 0:
-                    warnings.warn(f"{transport.fallback_notice}: {problem}", stacklevel=2)
-                return sender
+                continue
+            if problem and self._rank == 0:
+                warnings.warn(f"{transport.fallback_notice}: {problem}", stacklevel=2)
+            return sender, VersionRecord(
+                version=-1,
+                push_index=-1,
+                manifest=manifest,
+                dtype=self._dtype,
+                transport=name,
+                host=host_identity(),
+                layout=manifest_checksum(manifest),
+                policy=self._policy,
+                lora=self._lora,
+            )
         raise AssertionError("there is always a last transport")
 
     async def _candidates(self) -> Sequence[str]:
         """The transports to try, on every rank the same."""
+        without_gpus = self._policy is not None
         if self._choice != "auto":
-            return [self._choice]
+            return [(load_transport(self._choice).without_gpus if without_gpus else "") or self._choice]
         several = await on_rank_0(self._has_other_hosts)
         known = {name: load_transport(name) for name in transports()}
         return [
             name
             for name, transport in known.items()
             if transport.between_hosts in (several, None)
-            and not (transport.without_gpus and self._policy is not None)
+            and not (transport.without_gpus and without_gpus)
             and transport.suits()
         ]
 
@@ -217,28 +209,23 @@ class _Shards:
 
         Raises ValueError if ranks disagree on a tensor, or a name occurs twice.
         """
-        local = [
-            (
-                name,
-                tuple(t.shape),
-                weight_dtype(name, dtype) if t.is_floating_point() else t.dtype,
-                isinstance(t, DTensor),
-            )
+        local = {
+            name: (tuple(t.shape), weight_dtype(name, dtype) if t.is_floating_point() else t.dtype)
             for name, t in tensors
-        ]
-        self._shapes = {name: shape for name, shape, _, _ in local}
-        if len(self._shapes) < len(tensors):
-            raise ValueError(f"weights name {len(tensors)} tensors but only {len(self._shapes)} different ones")
+        }
+        if len(local) < len(tensors):
+            raise ValueError(f"weights name {len(tensors)} tensors but only {len(local)} different ones")
+        self._shapes = {name: shape for name, (shape, _) in local.items()}
+        whole = [name for name, t in tensors if not isinstance(t, DTensor)]
         union: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for rank, entries in enumerate(all_gather(local)):
-            for name, shape, cast, sharded in entries:
-                if union.setdefault(name, (shape, cast)) != (shape, cast):
-                    raise ValueError(f"trainer ranks disagree on {name!r}: {union[name]} and {(shape, cast)}")
-                if not sharded:
-                    self._writers.setdefault(name, rank)
-        manifest = build_manifest((name, *union[name]) for name in fused_parts_together(union))
-        frozen_anywhere = {name for names in all_gather(list(frozen)) for name in names}
-        return tuple(replace(spec, frozen=spec.name in frozen_anywhere) for spec in manifest)
+        frozen_anywhere: set[str] = set()
+        for rank, (entries, theirs, frozen_there) in enumerate(all_gather((local, whole, list(frozen)))):
+            for name, entry in entries.items():
+                if union.setdefault(name, entry) != entry:
+                    raise ValueError(f"trainer ranks disagree on {name!r}: {union[name]} and {entry}")
+            self._writers |= {name: rank for name in theirs if name not in self._writers}
+            frozen_anywhere.update(frozen_there)
+        return build_manifest(((name, *union[name]) for name in fused_parts_together(union)), frozen_anywhere)
 
     def of(self, tensors: NamedTensors) -> Iterator[Shard]:
         """This rank's shards. Iterating raises ValueError if names or shapes are not the agreed ones."""

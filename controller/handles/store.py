@@ -7,9 +7,10 @@ thread and ten descriptors; so a launcher takes the name of an ended store, whos
 """
 
 import asyncio
+import contextlib
 import functools
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from controller.processes.mesh import Mesh
 from controller.processes.place import Place
 
 _VOLUME = "torchstore.storage_volume:StorageVolume"
+_ENV = {"OMP_NUM_THREADS": "1"}
 _START_S = 60.0
 
 
@@ -98,30 +100,26 @@ class WeightStore:
         `teardown_s` for the directory.
         """
         name = name or f"weights-{uuid.uuid4().hex}"
-        env: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
         strategy = torchstore.SingletonStrategy()
         mesh = await Mesh.spawn(
-            "store", _VOLUME, strategy.get_volume_id, num_ranks=1, env=env, log_dir=log_dir, hosts=hosts
+            "store", _VOLUME, strategy.get_volume_id, num_ranks=1, env=_ENV, log_dir=log_dir, hosts=hosts
         )
-        try:
-            async with asyncio.timeout(_START_S):
-                directory = await get_or_spawn_controller(name, AsyncController)
+        async with contextlib.AsyncExitStack() as after_failure:
+            after_failure.push_async_callback(mesh.stop)
+            try:
+                async with asyncio.timeout(_START_S):
+                    directory = await get_or_spawn_controller(name, AsyncController)
+            except TimeoutError:
+                why = f"its directory did not start within {_START_S:g} s"
+                raise DeadlineError("store", why, verb="start") from None
             await mesh.answer(
                 "start", directory.init.call(strategy=strategy, num_storage_volumes=1, storage_volumes=mesh.actors)
             )
-        except TimeoutError:
-            await mesh.stop()
-            raise DeadlineError("store", f"its directory did not start within {_START_S:g} s", verb="start") from None
-        except BaseException:
-            await mesh.stop()
-            raise
-        store = cls(name, mesh, directory, receivers, teardown_s)
-        if receivers is not None:
-            try:
+            store = cls(name, mesh, directory, receivers, teardown_s)
+            after_failure.push_async_callback(store.stop)
+            if receivers is not None:
                 await receivers.start()
-            except BaseException:
-                await store.stop()
-                raise
+            after_failure.pop_all()
         return store
 
     @property

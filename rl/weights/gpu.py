@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -93,13 +93,17 @@ class CUDASharing:
 
     def open(self, part: GPUPart) -> torch.Tensor:
         """The memory that another process allocated. Raises `WeightsError` if this GPU cannot reach it."""
-        if why_not := self.why_not():
-            raise _out_of_reach(part, why_not)
+        why_not = self.why_not()
         try:
-            cuda.enter(self._device)
-            return _tensor(_opened(part.handle), part.num_bytes, self._device)
+            if not why_not:
+                cuda.enter(self._device)
+                return _tensor(_opened(part.handle), part.num_bytes, self._device)
         except cuda.CUDAError as error:
-            raise _out_of_reach(part, str(error)) from error
+            why_not = str(error)
+        raise WeightsError(
+            f"the weights lie in the memory of {part.gpu}, which this process cannot open ({why_not}); set"
+            " weight_transport='shared_memory'"
+        )
 
     def close(self, memory: torch.Tensor, *, owned: bool) -> None:
         """Frees memory that this process allocated and no other has opened, or closes memory that it opened."""
@@ -138,9 +142,9 @@ class GPUMemory(SharedMemory):
     def sender(self, index: VersionIndex, *, reader_timeout_s: float, asked: bool) -> "GPUMemorySender":
         return GPUMemorySender(index, reader_timeout_s, asked=asked)
 
-    def receiver(self, broadcast: Callable[..., Any]) -> "GPUMemoryReceiver":
+    def receiver(self, broadcast: Callable[..., Any]) -> SharedMemoryReceiver:
         del broadcast  # every rank copies by itself
-        return GPUMemoryReceiver()
+        return SharedMemoryReceiver(GPUBuffer)
 
 
 class GPUMemorySender(SharedMemorySender):
@@ -159,21 +163,20 @@ class GPUMemorySender(SharedMemorySender):
         problem: WeightsError | None = None
         try:
             self._check(LIVING_VERSIONS * num_bytes)
-            if num_bytes:
-                for _ in range(LIVING_VERSIONS):
+            for _ in range(LIVING_VERSIONS):
+                if num_bytes:
                     own.append(self._sharing.allocate(begin, num_bytes))
-            if self._rank == 0:
-                buffers += [GPUBuffer.create_header(manifest) for _ in range(LIVING_VERSIONS)]
+                if self._rank == 0:
+                    buffers.append(GPUBuffer.create(manifest[0].offset if manifest else HEADER_BYTES))
         except WeightsError as error:
             problem = error
-        self._agree(problem, own, buffers)
-        of_ranks = all_gather(([part for _, part in own], [buffer.location for buffer in buffers]))
+        of_ranks = self._agree(problem, own, buffers)
         try:
             if self._rank > 0:
                 buffers = [GPUBuffer.open(location, writable=True) for location in of_ranks[0][1]]
             for version, buffer in enumerate(buffers):
                 parts = [parts[version] for parts, _ in of_ranks if parts]
-                buffer.hold(parts, self._sharing, {part.handle: memory for memory, part in own})
+                buffer.hold(parts, {part.handle: memory for memory, part in own})
         except WeightsError as error:
             problem = error
         self._agree(problem, own, buffers)
@@ -181,10 +184,11 @@ class GPUMemorySender(SharedMemorySender):
 
     def _agree(
         self, problem: WeightsError | None, own: list[tuple[torch.Tensor, GPUPart]], buffers: list["GPUBuffer"]
-    ) -> None:
-        """Frees everything and raises on all ranks if one has a problem."""
+    ) -> list[tuple[list[GPUPart], list[BufferLocation]]]:
+        """Every rank's parts and buffers. Frees everything and raises on all ranks if one has a problem."""
+        found = [part for _, part in own], [buffer.location for buffer in buffers]
         try:
-            raise_on_every_rank(problem)
+            return raise_on_every_rank(problem, value=found)
         except BaseException:
             for buffer in buffers:
                 buffer.close()
@@ -202,13 +206,6 @@ class GPUMemorySender(SharedMemorySender):
         copy(pairs)
 
 
-class GPUMemoryReceiver(SharedMemoryReceiver):
-    """Opens the trainer's memory, and keeps it open."""
-
-    def _map(self, location: BufferLocation) -> "GPUBuffer":
-        return GPUBuffer.open_parts(location, CUDASharing())
-
-
 def cut(manifest: Manifest, num_parts: int) -> list[tuple[int, int]]:
     """First byte and number of bytes of each part: whole tensors, as even as they allow. Parts may be empty."""
     first = manifest[0].offset if manifest else HEADER_BYTES
@@ -223,43 +220,41 @@ def cut(manifest: Manifest, num_parts: int) -> list[tuple[int, int]]:
 
 
 class GPUBuffer(WeightBuffer):
-    """A buffer whose tensors lie in parts of GPU memory."""
+    """A buffer whose tensors lie in parts of GPU memory. The shared memory has only the header and the checksums."""
 
     _sharing: CUDASharing
     _opened: tuple[torch.Tensor, ...] = ()
 
     @classmethod
-    def create_header(cls, manifest: Manifest) -> "GPUBuffer":
-        """Allocates the header and room for the checksums."""
-        return cls.create(manifest[0].offset if manifest else HEADER_BYTES)
+    def open(cls, location: BufferLocation, *, writable: bool = False) -> Self:
+        """Also raises `WeightsError` if a part is out of this GPU's reach."""
+        buffer = super().open(location, writable=writable)
+        try:
+            buffer.hold(location.gpu_parts, {})
+        except BaseException:
+            buffer.close()
+            raise
+        return buffer
 
-    def hold(self, parts: Sequence[GPUPart], sharing: CUDASharing, own: dict[bytes, torch.Tensor]) -> None:
+    def hold(self, parts: Sequence[GPUPart], own: dict[bytes, torch.Tensor]) -> None:
         """Has the tensors lie in `parts`: parts that this process allocated, by their handles, and others.
 
         Raises `WeightsError` if one cannot be opened.
         """
-        self._sharing = sharing
+        self._sharing = CUDASharing()
         memories: list[torch.Tensor] = []
         for part in parts:
             memory = own.get(part.handle)
             if memory is None:
-                memory = sharing.open(part)
+                memory = self._sharing.open(part)
                 self._opened += (memory,)
             memories.append(memory)
         self.parts = tuple(memories)
         self.begins = tuple(part.begin for part in parts)
         self.location = self.location._replace(gpu_parts=tuple(parts))
 
-    @classmethod
-    def open_parts(cls, location: BufferLocation, sharing: CUDASharing) -> "GPUBuffer":
-        """Opens a buffer of another process. Raises `WeightsError` if it is gone, or out of this GPU's reach."""
-        buffer = cls.open(location)
-        try:
-            buffer.hold(location.gpu_parts, sharing, {})
-        except BaseException:
-            buffer.close()
-            raise
-        return buffer
+    def pin(self) -> None:
+        """Does nothing: no tensor passes through the host's memory."""
 
     @contextlib.contextmanager
     def reading(self, record: VersionRecord) -> Generator[None]:
@@ -300,13 +295,6 @@ def unreachable_gpus() -> str:
         if nvml.nvmlDeviceGetP2PStatus(reader, owner, _READ) != nvml.NVML_P2P_STATUS_OK:
             return f"GPU {i} cannot read the memory of GPU {j}"
     return ""
-
-
-def _out_of_reach(part: GPUPart, why: str) -> WeightsError:
-    return WeightsError(
-        f"the weights lie in the memory of {part.gpu}, which this process cannot open ({why}); set"
-        " weight_transport='shared_memory'"
-    )
 
 
 def _opened(handle: bytes) -> int:

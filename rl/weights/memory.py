@@ -76,7 +76,7 @@ class BufferLocation(NamedTuple):
     inode: int
     """Distinguishes the buffer from a later file with the same numbers."""
     gpu_parts: tuple[GPUPart, ...] = ()
-    """Where the tensors lie if they are in memory of GPUs; see `gpu_buffer`."""
+    """Where the tensors lie if they are in memory of GPUs; see `rl.weights.gpu.GPUBuffer`."""
 
 
 def short_of_memory(size_bytes: int, reason: str = "") -> WeightsError:
@@ -108,8 +108,9 @@ class WeightBuffer:
         self.parts: tuple[torch.Tensor, ...] = (self._bytes,)
         """The memory that holds the tensors: all bytes, header included, unless they lie in parts of GPU memory."""
         self.begins: tuple[int, ...] = (0,)  # the offset in the manifest at which each part begins
-        self._layout = b""  # for which `_checksums` are
-        self._checksums: list[BufferChecksums] = []  # of each part
+        self.sealed: tuple[int, ...] = ()
+        """The checksums of the version that this process sealed last."""
+        self._checksums: list[BufferChecksums] = []  # of each part, once they are needed
 
     @classmethod
     def create(cls, size_bytes: int) -> Self:
@@ -152,13 +153,13 @@ class WeightBuffer:
         return self.parts[part][begin : begin + spec.nbytes].view(spec.dtype).view(spec.shape)
 
     def checksums(self, record: VersionRecord) -> tuple[int, ...]:
-        """`BufferChecksums` of the buffer's content, which must have the layout of `record`."""
-        if record.layout != self._layout:
+        """`BufferChecksums` of the buffer's content. All records of a buffer have the same layout."""
+        if not self._checksums:
             extents: list[list[tuple[int, int]]] = [[] for _ in self.parts]
             for spec in record.manifest:
                 part = self._part_of(spec)
                 extents[part].append((spec.offset - self.begins[part], spec.nbytes))
-            self._layout, self._checksums = record.layout, [BufferChecksums(each) for each in extents]
+            self._checksums = [BufferChecksums(each) for each in extents]
         # Parts follow each other as the manifest's tensors do.
         return tuple(value for sums, part in zip(self._checksums, self.parts, strict=True) for value in sums(part))
 
@@ -172,28 +173,32 @@ class WeightBuffer:
     def begin_write(self, timeout_s: float) -> None:
         """Waits for readers of the previous content, then withdraws it. Raises `WeightsError` after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while not self.begins_write():
+        while not self._try_lock(fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 raise WeightsError(f"a reader has kept the weight buffer locked for {timeout_s:g} s; is it stopped?")
             time.sleep(_POLL_S)
+        self._write_header(_UNSEALED)
 
-    def begins_write(self) -> bool:
-        """Withdraws the previous content, unless it has readers. Returns whether it did."""
-        free = self._try_lock(fcntl.LOCK_EX)
-        if free:
-            self._write_header(_UNSEALED)
-        return free
-
-    def seal(self, record: VersionRecord, checksums: tuple[int, ...]) -> None:
-        """Declares the content to be that of `record`, with these checksums, and admits readers."""
+    def seal(self, record: VersionRecord) -> None:
+        """Declares the content to be that of `record`, and admits readers."""
+        self.sealed = self.checksums(record)
         # The header goes last: a writer that dies before leaves a buffer without a version.
-        struct.pack_into(f"={len(record.manifest)}q", self._memory, HEADER_BYTES, *checksums)
+        struct.pack_into(f"={len(record.manifest)}q", self._memory, HEADER_BYTES, *self.sealed)
         self._write_header(record.push_index, record.version, record.layout, record.frozen_id)
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def abandon_write(self) -> None:
         """Ends a write that failed. The buffer holds no version until the next write."""
         fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def is_unchanged(self, record: VersionRecord, before: "WeightBuffer | None") -> bool:
+        """Whether `record`, which was just sealed, equals the version that was sealed `before`, if that is kept."""
+        if before is None or before is self or before.sealed != self.sealed:
+            return False
+        # Equal checksums of samples prove nothing, so every byte behind the header is compared.
+        begins = [max(record.manifest[0].offset - begin, 0) for begin in self.begins]
+        parts = zip(begins, self.parts, before.parts, strict=True)
+        return all(torch.equal(new[begin:], old[begin:]) for begin, new, old in parts)
 
     @contextlib.contextmanager
     def reading(self, record: VersionRecord) -> Generator[None]:
@@ -245,20 +250,6 @@ class WeightBuffer:
 
     def _write_header(self, push_index: int, version: int = 0, layout: bytes = b"", frozen_id: bytes = b"") -> None:
         _HEADER.pack_into(self._memory, 0, _MAGIC, push_index, version, len(self._memory), layout, frozen_id)
-
-
-Sealed = tuple[WeightBuffer, tuple[int, ...]]
-"""A buffer, and the checksums of the version in it."""
-
-
-def is_unchanged(record: VersionRecord, sealed: Sealed, before: Sealed | None) -> bool:
-    """Whether `record`, which was just sealed, equals the version sealed before, which is known if it is kept."""
-    if before is None or before[0] is sealed[0] or before[1] != sealed[1]:
-        return False
-    # Equal checksums of samples prove nothing, so every byte behind the header is compared.
-    begins = [max(record.manifest[0].offset - begin, 0) for begin in sealed[0].begins]
-    parts = zip(begins, sealed[0].parts, before[0].parts, strict=True)
-    return all(torch.equal(new[begin:], old[begin:]) for begin, new, old in parts)
 
 
 def held_version(record: VersionRecord, location: BufferLocation) -> VersionRecord | None:

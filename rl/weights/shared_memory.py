@@ -13,10 +13,9 @@ host allows that: the GPU then reads and writes it by itself. Weights are cast b
 import asyncio
 import contextlib
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,13 +23,14 @@ import torch
 
 from rl.system.hardware import host_identity
 from rl.system.ranks import all_gather, own_rank
-from rl.weights.memory import BufferLocation, Sealed, WeightBuffer, held_version, is_kept, is_unchanged
+from rl.weights.memory import BufferLocation, WeightBuffer, held_version, is_kept
 from rl.weights.store import VersionIndex
 from rl.weights.version import (
     Fetch,
     Manifest,
     Shard,
     TensorSpec,
+    Transport,
     VersionRecord,
     WeightsError,
     on_rank_0,
@@ -47,16 +47,11 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 """Destination and source, of equal shapes."""
 
 
-class SharedMemory:
+class SharedMemory(Transport):
     """A record's `location` is the `BufferLocation` of the buffer that holds the version."""
 
     fallback_notice = "shared memory carries the weights"
     between_hosts = False
-    without_gpus = ""
-
-    def suits(self) -> bool:
-        """Always."""
-        return True
 
     def sender(self, index: VersionIndex, *, reader_timeout_s: float, asked: bool) -> "SharedMemorySender":
         del asked  # it needs memory that the host has or lacks
@@ -72,6 +67,27 @@ class SharedMemory:
         return held_version(record, record.location)
 
 
+@dataclass(slots=True)
+class _Slot:
+    """A buffer, and what a trainer rank knows of it."""
+
+    buffer: WeightBuffer
+    is_introduced: bool = False
+    """Whether TorchStore has heard of it; on rank 0."""
+    frozen_id: bytes = b""
+    """Of the frozen tensors in it; empty if they may be incomplete."""
+    places: dict[str, tuple[Region, torch.Tensor]] = field(default_factory=dict[str, tuple[Region, torch.Tensor]])
+    """Views of it by name, with the regions that they show: hundreds of views take long to make."""
+
+    def place(self, spec: TensorSpec, region: Region) -> torch.Tensor:
+        """Where a part of a tensor lies."""
+        known, place = self.places.get(spec.name, (None, None))
+        if place is None or known != region:
+            place = self.buffer.tensor(spec)[region]
+            self.places[spec.name] = region, place
+        return place
+
+
 class SharedMemorySender:
     """Casts this rank's shards into their places in the buffer."""
 
@@ -80,24 +96,14 @@ class SharedMemorySender:
         self._reader_timeout_s = reader_timeout_s
         self._rank = own_rank()
         self._specs: dict[str, TensorSpec] = {}
-        self._frozen_names: frozenset[str] = frozenset()
-        self._buffers: Sequence[WeightBuffer] = ()
-        self._introduced: set[BufferLocation] = set()
-        self._sealed: Sealed | None = None  # the newest version, on rank 0
-        self._frozen: dict[BufferLocation, bytes] = {}  # the `frozen_id` of what lies in each buffer
-        # Views of each buffer by name, with the regions that they show: hundreds of views take long to make.
-        self._places: defaultdict[BufferLocation, dict[str, tuple[Region, torch.Tensor]]] = defaultdict(dict)
-        self._workers: Workers | None = None
+        self._slots: Sequence[_Slot] = ()
+        self._newest: _Slot | None = None  # on rank 0
+        self._workers = Workers()
 
     async def prepare(self, manifest: Manifest) -> None:
         """Rank 0 allocates the buffers and the others map them. Raises `WeightsError` on every rank if it cannot."""
-        await asyncio.to_thread(self._prepare, manifest)
-
-    def _prepare(self, manifest: Manifest) -> None:
-        self._buffers = self._make_buffers(manifest)
         self._specs = {spec.name: spec for spec in manifest}
-        self._frozen_names = frozenset(spec.name for spec in manifest if spec.frozen)
-        self._workers = Workers()
+        self._slots = [_Slot(buffer) for buffer in await asyncio.to_thread(self._make_buffers, manifest)]
 
     def _make_buffers(self, manifest: Manifest) -> Sequence[WeightBuffer]:
         problem: WeightsError | None = None
@@ -108,8 +114,7 @@ class SharedMemorySender:
             buffers += WeightBuffer.create_for(manifest) if self._rank == 0 else ()
         except WeightsError as error:
             problem = error
-        raise_on_every_rank(problem)
-        locations = all_gather([buffer.location for buffer in buffers])[0]
+        locations = raise_on_every_rank(problem, value=[buffer.location for buffer in buffers])[0]
         buffers += [WeightBuffer.open(location, writable=True) for location in locations if self._rank > 0]
         for buffer in buffers:
             buffer.pin()
@@ -117,75 +122,63 @@ class SharedMemorySender:
 
     async def send(self, record: VersionRecord, shards: Iterable[Shard]) -> tuple[VersionRecord, bool]:
         """Writes into the buffer that does not hold the newest version, which stays if this one fails."""
-        buffer = self._buffers[await on_rank_0(partial(self._begin, record))]
+        slot = self._slots[await on_rank_0(partial(self._begin, record))]
         # Not in a thread: the threads of `cpu_thread_env` are quick only while one Python thread computes.
-        record = replace(record, location=buffer.location)
-        return record, self._write(buffer, record, shards)
+        record = replace(record, location=slot.buffer.location)
+        return record, self._write(slot, record, shards)
 
     async def _begin(self, record: VersionRecord) -> int:
         """On rank 0: chooses a buffer, introduces it, and locks readers out before any rank writes."""
-        newest = self._sealed and self._sealed[0]
-        index, buffer = next(pair for pair in enumerate(self._buffers) if pair[1] is not newest)
-        if buffer.location not in self._introduced:
-            await self._index.announce(replace(record, location=buffer.location))
-            self._introduced.add(buffer.location)
-        if not buffer.begins_write():
-            await asyncio.to_thread(buffer.begin_write, self._reader_timeout_s)
+        index, slot = next(pair for pair in enumerate(self._slots) if pair[1] is not self._newest)
+        if not slot.is_introduced:
+            await self._index.announce(replace(record, location=slot.buffer.location))
+            slot.is_introduced = True
+        await asyncio.to_thread(slot.buffer.begin_write, self._reader_timeout_s)
         return index
 
     async def close(self, withdrawn: Iterable[VersionRecord]) -> None:
         """Lets go of the buffers. A reader keeps its own hold on the one that it is reading."""
         del withdrawn
-        for buffer in self._buffers:
-            buffer.close()
-        self._buffers, self._sealed = (), None
-        self._places.clear()
+        for slot in self._slots:
+            slot.buffer.close()
+        self._slots, self._newest = (), None
 
     @torch.no_grad()
-    def _write(self, buffer: WeightBuffer, record: VersionRecord, shards: Iterable[Shard]) -> bool:
+    def _write(self, slot: _Slot, record: VersionRecord, shards: Iterable[Shard]) -> bool:
         """Writes this rank's shards. Rank 0 holds the lock for all, and seals the header once all have written."""
         problem: Exception | None = None
-        has_frozen = self._frozen.pop(buffer.location, None) == record.frozen_id
+        has_frozen, slot.frozen_id = slot.frozen_id == record.frozen_id, b""
+        pairs: list[Pair] = []
         try:
-            self._copy(self._pairs(buffer, shards, self._frozen_names if has_frozen else ()))
+            for name, _, local, region in shards:
+                spec = self._specs[name]
+                if local is not None and not (spec.frozen and has_frozen):
+                    pairs.append((slot.place(spec, region), local))
+            self._copy(pairs)
         except Exception as error:  # of any kind, because the other ranks wait to hear of it
             problem = error
         try:
             raise_on_every_rank(problem)
         except BaseException:
-            buffer.abandon_write()
+            slot.buffer.abandon_write()
             raise
-        self._frozen[buffer.location] = record.frozen_id
+        slot.frozen_id = record.frozen_id
         if self._rank > 0:
             return False
-        before, self._sealed = self._sealed, (buffer, buffer.checksums(record))
-        buffer.seal(record, self._sealed[1])
-        return is_unchanged(record, self._sealed, before)
-
-    def _pairs(self, buffer: WeightBuffer, shards: Iterable[Shard], left_out: Collection[str]) -> list[Pair]:
-        """Where each shard goes, and the shard."""
-        places = self._places[buffer.location]
-        pairs: list[Pair] = []
-        for name, _, local, region in shards:
-            if local is None or name in left_out:
-                continue
-            known, place = places.get(name, (None, None))
-            if place is None or known != region:
-                place = buffer.tensor(self._specs[name])[region]
-                places[name] = region, place
-            pairs.append((place, local))
-        return pairs
+        slot.buffer.seal(record)
+        before, self._newest = self._newest, slot
+        return slot.buffer.is_unchanged(record, before and before.buffer)
 
     def _copy(self, pairs: Sequence[Pair]) -> None:
         """Casts each source into its place. All bytes are there when it returns."""
-        assert self._workers is not None
         (copy if on_gpu(source for _, source in pairs) else self._workers.copy)(pairs)
 
 
 class SharedMemoryReceiver:
     """Maps the buffers of the trainer that pushes, and keeps them mapped."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[WeightBuffer] = WeightBuffer) -> None:
+        self._kind = kind
         self._buffers: dict[BufferLocation, WeightBuffer] = {}
 
     @contextlib.contextmanager
@@ -193,25 +186,19 @@ class SharedMemoryReceiver:
         """The buffer that holds the version, locked against writers and checked against its checksums."""
         del fetch  # it is all here
         _check_within_reach(record)
-        location: BufferLocation = record.location
-        buffer = self._buffers.get(location)
-        if buffer is None:
-            buffer = self._map(location)
-            self._close_abandoned()
-            self._buffers[location] = buffer
+        buffer = self._buffers.get(record.location) or self._map(record.location)
         with buffer.reading(record):
             buffer.check_checksums(record)
             yield buffer
 
     def _map(self, location: BufferLocation) -> WeightBuffer:
-        buffer = WeightBuffer.open(location)
+        """Opens a buffer, and closes those whose trainer was restarted or has dropped their adapter."""
+        buffer = self._kind.open(location)
         buffer.pin()
+        for gone in [known for known in self._buffers if not is_kept(known)]:
+            self._buffers.pop(gone).close()
+        self._buffers[location] = buffer
         return buffer
-
-    def _close_abandoned(self) -> None:
-        """Closes buffers whose owner has let go of them: the trainer was restarted, or an adapter was dropped."""
-        for location in [known for known in self._buffers if not is_kept(known)]:
-            self._buffers.pop(location).close()
 
 
 def _check_within_reach(record: VersionRecord) -> None:
@@ -284,12 +271,18 @@ class Workers:
     def run(self, operations: Iterable[Callable[[], object]]) -> None:
         """Runs all operations, in any order. The longest should come first. Raises the error of one that fails."""
         operations = list(operations)
-        if self._pool is None or len(operations) < 2:
+        left = iter(operations)
+
+        def work() -> None:
             with torch.no_grad():
-                for operation in operations:
+                for operation in left:  # a list's iterator gives each item to one thread
                     operation()
+
+        if self._pool is None or len(operations) < 2:
+            work()
         else:
-            self._share(operations)
+            for future in wait([self._pool.submit(work) for _ in range(self._num_threads)]).done:
+                future.result()
 
     def copy(self, pairs: Iterable[Pair]) -> None:
         """Copies each (destination, source) pair of equal shapes, and casts. Large ones are cut along dim 0."""
@@ -306,23 +299,6 @@ class Workers:
                 pieces.append((destination, source))
         pieces.sort(key=lambda piece: piece[0].nbytes, reverse=True)
         return [partial(destination.copy_, source) for destination, source in pieces]
-
-    def _share(self, operations: Iterable[Callable[[], object]]) -> None:
-        assert self._pool is not None
-        left = deque(operations)
-
-        def work() -> None:
-            with torch.no_grad():
-                while True:
-                    try:
-                        operation = left.popleft()
-                    except IndexError:
-                        return
-                    operation()
-
-        working = [self._pool.submit(work) for _ in range(self._num_threads)]
-        for future in wait(working).done:
-            future.result()
 
 
 def use_one_thread() -> None:

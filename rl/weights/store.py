@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from rl.system.ranks import all_gather
 from rl.weights.memory import add_up, element_sum
 from rl.weights.version import (
     LIVING_VERSIONS,
@@ -25,6 +24,7 @@ from rl.weights.version import (
     Manifest,
     Shard,
     TensorSpec,
+    Transport,
     UnknownVersionError,
     VersionRecord,
     WeightsError,
@@ -140,16 +140,13 @@ async def _found(store: Store, key: str, what: str) -> tuple[Any, ...]:
         raise WeightsError(f"TorchStore did not say {what}: {error}") from error
 
 
-class StoreTransport:
-    """A record has no `location`: `tensor_key` says where each tensor is."""
+class StoreTransport(Transport):
+    """A record has no `location`: `tensor_key` says where each tensor is.
+
+    A version stays as it is until the index drops it, so a record's version is what can be pulled.
+    """
 
     fallback_notice = "TorchStore carries the weights, which takes tens of times longer"
-    between_hosts = None
-    without_gpus = ""
-
-    def suits(self) -> bool:
-        """Always."""
-        return True
 
     def sender(self, index: VersionIndex, *, reader_timeout_s: float, asked: bool) -> "StoreSender":
         del reader_timeout_s, asked  # a version gets keys of its own, so no reader is in the way
@@ -157,10 +154,6 @@ class StoreTransport:
 
     def receiver(self, broadcast: Callable[..., Any]) -> "StoreReceiver":
         return StoreReceiver(broadcast)
-
-    def current(self, record: VersionRecord) -> VersionRecord:
-        """The record itself: a version stays as it is until the index drops it."""
-        return record
 
 
 class StoreSender:
@@ -186,9 +179,8 @@ class StoreSender:
             problem = error
         except Exception as error:  # Monarch's own types if TorchStore is dead
             problem = WeightsError(f"TorchStore did not take version {record.version}: {error}")
-        await asyncio.to_thread(raise_on_every_rank, problem)
+        of_ranks = await asyncio.to_thread(raise_on_every_rank, problem, value=sums)
         self._frozen = {record.frozen_id: {name: each for name, each in sums.items() if self._specs[name].frozen}}
-        of_ranks = await asyncio.to_thread(all_gather, sums)
         checksums = tuple(add_up(of_rank.get(spec.name, 0) for of_rank in of_ranks) for spec in record.manifest)
         record = replace(record, checksums=checksums)
 

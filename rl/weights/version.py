@@ -12,15 +12,15 @@ import asyncio
 import hashlib
 import math
 import pickle
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from rl.checks import unknown_name
 from rl.lora import LoRAConfig
 from rl.system.plugins import named_by
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # they load torch
     import torch
     import torch.distributed as dist
 
+    from rl.weights.memory import WeightBuffer
     from rl.weights.store import VersionIndex
 
 T = TypeVar("T")
@@ -40,8 +41,6 @@ HEADER_BYTES = 4096
 
 LINE_BYTES = 64
 """Every tensor in a buffer begins at a multiple of this and is padded with zeros to the next."""
-
-CANNOT_PUBLISH = "trainer rank {rank} could not publish its weights"
 
 _CHECKSUM_BYTES = 8
 
@@ -91,10 +90,29 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-Manifest = tuple[TensorSpec, ...]
+class Manifest(tuple[TensorSpec, ...]):
+    """The tensors of a version, in the order in which they lie in a buffer."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as bytes that a process encodes and decodes once, because that takes milliseconds."""
+        return _decoded, (_encoded(self),)
 
 
-def build_manifest(tensors: Iterable[tuple[str, Sequence[int], "torch.dtype"]]) -> Manifest:
+@lru_cache(maxsize=4)
+def _encoded(manifest: Manifest) -> bytes:
+    return pickle.dumps(tuple(manifest))
+
+
+@lru_cache(maxsize=4)
+def _decoded(encoded: bytes) -> Manifest:
+    return Manifest(pickle.loads(encoded))
+
+
+def build_manifest(
+    tensors: Iterable[tuple[str, Sequence[int], "torch.dtype"]], frozen: Collection[str] = ()
+) -> Manifest:
     """Lays out tensors one after the other, each at the start of a line. Raises ValueError for a duplicate name."""
     tensors = list(tensors)
     specs: dict[str, TensorSpec] = {}
@@ -102,9 +120,9 @@ def build_manifest(tensors: Iterable[tuple[str, Sequence[int], "torch.dtype"]]) 
     for name, shape, dtype in tensors:
         if name in specs:
             raise ValueError(f"the tensor {name!r} occurs twice among the weights; each name may occur once")
-        specs[name] = TensorSpec(name, tuple(shape), dtype, offset)
+        specs[name] = TensorSpec(name, tuple(shape), dtype, offset, name in frozen)
         offset += _whole_lines(specs[name].nbytes)
-    return tuple(specs.values())
+    return Manifest(specs.values())
 
 
 def buffer_size(manifest: Manifest) -> int:
@@ -151,11 +169,6 @@ class VersionRecord:
     checksums: tuple[int, ...] = ()
     """`element_sum` of every tensor, in the manifest's order; empty if the tensors' checksums lie beside them."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the manifest as bytes that a process decodes once, because decoding takes milliseconds."""
-        others = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "manifest"}
-        return _record, (_encoded(self.manifest), others)
-
 
 class VersionRecords:
     """The controller's own copies of the newest records, which save generators a lookup in TorchStore.
@@ -180,20 +193,6 @@ class VersionRecords:
     def forget(self, policy: str) -> None:
         """Drops the records of an adapter."""
         self._records.pop(policy, None)
-
-
-def _record(manifest: bytes, others: dict[str, Any]) -> VersionRecord:
-    return VersionRecord(manifest=_decoded(manifest), **others)
-
-
-@lru_cache(maxsize=4)
-def _encoded(manifest: Manifest) -> bytes:
-    return pickle.dumps(manifest)
-
-
-@lru_cache(maxsize=4)
-def _decoded(manifest: bytes) -> Manifest:
-    return pickle.loads(manifest)
 
 
 def weight_dtype(name: str, dtype: "torch.dtype") -> "torch.dtype":
@@ -227,13 +226,6 @@ def transports() -> Mapping[str, str]:
     """Every transport by name, as "module:class". `auto` takes the first that suits and can carry the weights."""
     *preferred, last = TRANSPORTS.items()
     return dict((*preferred, *named_by("transports").items(), last))
-
-
-def check_transport(name: str, transport: str) -> None:
-    """Raises ValueError, with the `name` of what holds it, unless a transport is "auto" or one that there is."""
-    known = ("auto", *transports())
-    if transport not in known:
-        raise unknown_name(name, transport, known, "transports")
 
 
 def load_transport(name: str) -> "Transport":
@@ -274,20 +266,6 @@ class Sender(Protocol):
         ...
 
 
-@runtime_checkable
-class WeightMemory(Protocol):
-    """Memory of this process that holds every tensor of a version."""
-
-    @property
-    def parts(self) -> "tuple[torch.Tensor, ...]":
-        """The memory that holds the tensors, in one piece or in several (uint8 [N] each)."""
-        ...
-
-    def tensor(self, spec: TensorSpec) -> "torch.Tensor":
-        """A view of one tensor."""
-        ...
-
-
 Fetch = Callable[[str], "Future[Any]"]
 """Asks TorchStore for the value of a key, from any thread."""
 
@@ -297,8 +275,8 @@ class Receiver(Protocol):
 
     def open(
         self, record: VersionRecord, fetch: Fetch | None
-    ) -> "AbstractContextManager[WeightMemory | Iterator[tuple[str, torch.Tensor]]]":
-        """The version's tensors, whole and unchanging while inside: all in memory at once, or one after the other.
+    ) -> "AbstractContextManager[WeightBuffer | Iterator[tuple[str, torch.Tensor]]]":
+        """The version's tensors, whole and unchanging while inside: all in a buffer, or one after the other.
 
         `fetch` is None but on rank 0. Raises ValueError if the weights are out of reach, `UnknownVersionError` if the
         version is no longer kept, and `WeightsError` if it cannot be had; the iterator may raise `WeightsError` midway.
@@ -306,67 +284,65 @@ class Receiver(Protocol):
         ...
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """One way for weights to travel."""
 
-    @property
-    def fallback_notice(self) -> str:
-        """How a warning begins that says that `auto` fell back on this transport."""
-        ...
-
-    @property
-    def between_hosts(self) -> bool | None:
-        """True if generators have to be on other hosts than the trainer, False if on the same, None for either."""
-        ...
-
-    @property
-    def without_gpus(self) -> str:
-        """The transport that carries an adapter, which is small, in place of this one; empty if this needs no GPUs."""
-        ...
+    fallback_notice: str
+    """How a warning begins that says that `auto` fell back on this transport."""
+    between_hosts: bool | None = None
+    """True if generators have to be on other hosts than the trainer, False if on the same, None for either."""
+    without_gpus = ""
+    """The transport that carries an adapter, which is small, in place of this one; empty if this needs no GPUs."""
 
     def suits(self) -> bool:
         """Whether `auto` may take this transport in this process."""
-        ...
+        return True
 
+    @abstractmethod
     def sender(self, index: "VersionIndex", *, reader_timeout_s: float, asked: bool) -> Sender:
         """A trainer rank's end. A push waits at most `reader_timeout_s` for readers of the version that it replaces.
 
         `asked` says whether the user named this transport, so that it may take more than `auto` should.
         """
-        ...
 
+    @abstractmethod
     def receiver(self, broadcast: Callable[..., Any]) -> Receiver:
         """A generator rank's end. `broadcast(x)` on rank 0 and `broadcast()` elsewhere return rank 0's `x`."""
-        ...
 
     def current(self, record: VersionRecord) -> VersionRecord | None:
         """The version that can be pulled from where `record` says; None if there is none at this moment.
 
         Raises ValueError if the weights are out of reach, and `WeightsError` if the publisher is gone.
         """
-        ...
+        return record
 
 
 def raise_on_every_rank(
-    problem: Exception | None, message: str = CANNOT_PUBLISH, group: "dist.ProcessGroup | None" = None
-) -> None:
+    problem: Exception | None,
+    message: str = "trainer rank {rank} could not publish its weights",
+    group: "dist.ProcessGroup | None" = None,
+    *,
+    value: Any = None,
+) -> list[Any]:
     """A barrier that raises on all ranks if one has a problem, so that no rank waits for a rank that gave up.
 
-    The rank with the problem raises it; the others raise `WeightsError` with `message`, which names `{rank}`.
+    The rank with the problem raises it; the others raise `WeightsError` with `message`, which names `{rank}`. Otherwise
+    returns every rank's `value`.
     """
     from rl.system.ranks import all_gather  # here and below: it loads torch
 
-    problems = all_gather(str(problem) if problem is not None else None, group)
+    outcomes = all_gather((None if problem is None else str(problem), value), group)
     if problem is not None:
         raise problem
-    for rank, text in enumerate(problems):
+    for rank, (text, _) in enumerate(outcomes):
         if text is not None:
             raise WeightsError(f"{message.format(rank=rank)}: {text}")
+    return [each for _, each in outcomes]
 
 
 async def on_rank_0(work: Callable[[], Awaitable[T]]) -> T:
     """What rank 0's work for a push returns, on every rank. Raises on all ranks if it fails. A collective."""
-    from rl.system.ranks import all_gather, num_ranks, own_rank
+    from rl.system.ranks import num_ranks, own_rank
 
     if num_ranks() == 1:
         return await work()
@@ -376,10 +352,4 @@ async def on_rank_0(work: Callable[[], Awaitable[T]]) -> T:
         result = await work() if own_rank() == 0 else None
     except Exception as error:  # of any kind, because the other ranks wait to hear of it
         problem = error
-    text = None if problem is None else str(problem)
-    text, result = (await asyncio.to_thread(all_gather, (text, result)))[0]
-    if problem is not None:
-        raise problem
-    if text is not None:
-        raise WeightsError(f"{CANNOT_PUBLISH.format(rank=0)}: {text}")
-    return result
+    return (await asyncio.to_thread(raise_on_every_rank, problem, value=result))[0]

@@ -317,11 +317,6 @@ def test_torchstore_keeps_two_versions() -> None:
             assert torch.equal(store.values[key_of(record, name)], tensor.to(torch.bfloat16))
 
 
-def test_an_unknown_transport_is_named() -> None:
-    with pytest.raises(ValueError, match="'rdma', which is not known; known: auto, gpu_memory, "):
-        WeightPublisher(torch.float32, "rdma")
-
-
 async def test_a_new_version_of_unchanged_weights_is_warned_of() -> None:
     store = FakeStore()
     publisher = WeightPublisher(torch.bfloat16, store=store)

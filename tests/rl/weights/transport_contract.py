@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from rl.system.hardware import host_identity
+from rl.weights.memory import WeightBuffer
 from rl.weights.store import VersionIndex, find_record
 from rl.weights.version import (
     Manifest,
@@ -23,7 +24,6 @@ from rl.weights.version import (
     Shard,
     UnknownVersionError,
     VersionRecord,
-    WeightMemory,
     WeightsError,
     build_manifest,
     load_transport,
@@ -73,7 +73,7 @@ def _receive(name: str, record: VersionRecord, store: FakeStore) -> list[dict[st
     def load(rank: int, weights: AbstractContextManager[Any]) -> None:
         try:
             with weights as arriving:
-                if isinstance(arriving, WeightMemory):
+                if isinstance(arriving, WeightBuffer):
                     received[rank] = {spec.name: arriving.tensor(spec).clone() for spec in MANIFEST}
                 else:
                     received[rank] = dict(arriving)
@@ -112,7 +112,7 @@ class TransportContract:
     def test_frozen_tensors_are_sent_once(self, name: str, store: FakeStore) -> None:
         """Later shards of them hold something else, which must arrive nowhere. Each of two buffers takes them."""
         times, values = 2 if name.endswith("memory") else 1, dict[int, float]()
-        manifest = tuple(replace(spec, frozen=spec.name == "b") for spec in MANIFEST)
+        manifest = Manifest(replace(spec, frozen=spec.name == "b") for spec in MANIFEST)
         sender = make_sender(name, store, manifest)
         for version in range(1, 9):
             values[version] = value = 5.0 if version < 5 else 7.0

@@ -201,7 +201,7 @@ class OwnShards:
 
     def __init__(self, link: type[Link] = Link) -> None:
         self._link = link
-        self._manifest: Manifest = ()
+        self._manifest = Manifest()
         self._frozen_id = self._sent_frozen_id = b""
         self._unchanged: set[int] = set()  # tensors, by their index, whose values all hosts have
         self._shards: dict[int, tuple[Part, torch.Tensor]] = {}  # by the tensor's index in the manifest

@@ -38,6 +38,7 @@ from rl.weights.version import (
     Fetch,
     Manifest,
     Shard,
+    Transport,
     UnknownVersionError,
     VersionRecord,
     WeightsError,
@@ -55,16 +56,11 @@ _MAX_TRANSFERS = 2  # of one push
 _BYTES_PER_S = 50e6  # that a host checks or passes on at least, once the trainer has sent everything
 
 
-class Network:
+class Network(Transport):
     """A record's `location` is the `BufferLocation` on each host that has the version, by `host_identity`."""
 
     fallback_notice = "the network carries the weights"
     between_hosts = True
-    without_gpus = ""
-
-    def suits(self) -> bool:
-        """Always."""
-        return True
 
     def sender(self, index: VersionIndex, *, reader_timeout_s: float, asked: bool) -> "NetworkSender":
         del asked  # it needs hosts that receive

@@ -27,7 +27,7 @@ import torch
 from ownloop_hosts.weights.changes import apply_changes
 from ownloop_hosts.weights.links import END, ID_BYTES, LINK_TIMEOUT_S, Link, LinkAddress, LinkError, Part, bytes_of
 from rl.system.hardware import available_memory_bytes
-from rl.weights.memory import BufferLocation, Sealed, WeightBuffer, is_unchanged, short_of_memory
+from rl.weights.memory import BufferLocation, WeightBuffer, short_of_memory
 from rl.weights.version import VersionRecord, WeightsError
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class ReceivingProcess:
             self._break_off()
             transfer.link.expect()
             memory = self._memory(transfer.record, transfer.publisher)
-            known = memory.newest[0] if transfer.changes and memory.newest is not None else None
+            known = memory.newest if transfer.changes else None
             if transfer.changes and (known is None or known.location != transfer.keep):
                 raise WeightsError("the version whose changes are to come is not here")
             buffer = memory.other_than(transfer.keep)
@@ -200,13 +200,12 @@ class ReceivingProcess:
 
     def _seal(self, incoming: "_Incoming") -> Received:
         record, buffer = incoming.transfer.record, incoming.buffer
-        checksums = buffer.checksums(record)
-        buffer.seal(record, checksums)
+        buffer.seal(record)
         incoming.sealed = True
         memory = self._policies[record.policy]
-        before, memory.newest = memory.newest, (buffer, checksums)
-        unchanged = is_unchanged(record, memory.newest, before)
-        return Received(location=buffer.location, checksums=checksums, unchanged=unchanged)
+        before, memory.newest = memory.newest, buffer
+        unchanged = buffer.is_unchanged(record, before)
+        return Received(location=buffer.location, checksums=buffer.sealed, unchanged=unchanged)
 
     def _break_off(self) -> None:
         """Ends the last transfer, if that has not ended."""
@@ -221,7 +220,7 @@ class _PolicyMemory:
     def __init__(self, record: VersionRecord, publisher: str) -> None:
         self.layout = record.layout
         self.publisher = publisher
-        self.newest: Sealed | None = None
+        self.newest: WeightBuffer | None = None
         self._buffers = WeightBuffer.create_for(record.manifest)
         for buffer in self._buffers:
             buffer.pin()
