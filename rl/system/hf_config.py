@@ -27,7 +27,7 @@ from rl.system.decoders import (
     parse_dense,
     rope_parameters,
 )
-from rl.system.model_files import INDEX_FILE, SINGLE_FILE, check_head, stored_shapes, weight_files
+from rl.system.model_files import INDEX_FILE, SINGLE_FILE, check_head, stored_shapes
 from rl.system.plugins import load_all, why_absent
 
 PROVEN_ARCHITECTURES = tuple(row.architecture for row in DENSE)
@@ -36,6 +36,7 @@ _LM_SUFFIXES = (LM_SUFFIX, "LMHeadModel")
 """How transformers names the classes of language models."""
 _STATED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 """Sizes without which a file describes no model, although transformers has values for them."""
+_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """The names that families have for the number of a layer's experts."""
 _OF_WHOLE = ("architectures", "tie_word_embeddings")
@@ -151,24 +152,13 @@ def proven_architectures() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """The shape of a causal language model, by the names of its `config.json`."""
+    """What callers ask of a checked model directory."""
 
-    path: Path
     architecture: str
     """A class of transformers, often one of `proven_architectures`."""
     max_context: int
     """Tokens that prompt and completion may have together."""
     vocab_size: int
-    tied: bool
-    """Whether the output layer is the embedding matrix."""
-    hidden_size: int
-    num_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    eos_token_ids: tuple[int, ...]
-    """Tokens that end a completion."""
-    weight_files: tuple[Path, ...]
-    """The safetensors files, in the order of their names."""
 
 
 def read_config_file(path: Path) -> Mapping[str, Any]:
@@ -264,24 +254,16 @@ def inspect_model(path: Path) -> ModelInfo:
         raise ValueError(f"model directory {path} does not exist or is not a directory")
     config = read_config(path)
     architecture = _architecture(path, config)
-    files = weight_files(path)
     if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
         raise ValueError(f"model directory {path} has no tokenizer; tokenizer.json or tokenizer.model is needed")
     check_head(path, tied=is_tied(config))
-    num_attention_heads = _positive(path, config, "num_attention_heads")
-    return ModelInfo(
-        path=path,
-        architecture=architecture,
-        max_context=min(_positive(path, config, "max_position_embeddings"), longest_context(config)),
-        vocab_size=_positive(path, config, "vocab_size"),
-        tied=is_tied(config),
-        hidden_size=_positive(path, config, "hidden_size"),
-        num_layers=_positive(path, config, "num_hidden_layers"),
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=_positive(path, config, "num_key_value_heads", default=num_attention_heads),
-        eos_token_ids=end_token_ids(path, config),
-        weight_files=files,
-    )
+    end_token_ids(path, config)
+    for key in (*_NEEDED, *({"num_key_value_heads"} & config.keys())):
+        value = config.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{path / 'config.json'}: {key} is {value!r}; it must be an integer above 0")
+    context = min(config["max_position_embeddings"], longest_context(config))
+    return ModelInfo(architecture=architecture, max_context=context, vocab_size=config["vocab_size"])
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
@@ -388,13 +370,3 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> str:
             f"weights {SINGLE_FILE}, or {INDEX_FILE} and the files in it"
         )
     return language_models[0]
-
-
-def _positive(path: Path, config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Reads an integer that must be above 0."""
-    value = config.get(key)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{path / 'config.json'}: {key} is {value!r}; it must be an integer above 0")
-    return value

@@ -5,11 +5,11 @@ except where a tied model's files repeat the output projection, which is compare
 """
 
 import json
-import struct
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -19,20 +19,6 @@ OTHER_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", f"{TEMP
 """The files of configuration, tokenizer and chat templates."""
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
-_BLOCK = 1 << 24
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
-    """Where a weight is stored."""
-
-    file: Path
-    dtype: str
-    """The dtype as safetensors spells it, such as "BF16"."""
-    shape: tuple[int, ...]
-    start: int
-    """Where its data begin, in bytes from the beginning of the file."""
-    num_bytes: int
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:
@@ -53,7 +39,7 @@ def weight_files(path: Path) -> tuple[Path, ...]:
         found = f"; {', '.join(others)} cannot be used" if others else ""
         raise ValueError(f"model directory {path} has no weights; {SINGLE_FILE} or {INDEX_FILE} is needed{found}")
     for file in files:
-        _check_complete(file)
+        _shapes(file)
     return tuple(files)
 
 
@@ -83,24 +69,9 @@ def check_no_stray_weights(path: Path) -> None:
         )
 
 
-def stored_weights(path: Path) -> Mapping[str, StoredWeight]:
-    """The weights of a model directory by name, without old checkpoints' buffers. Raises ValueError as above."""
-    found: dict[str, StoredWeight] = {}
-    for file in weight_files(path):
-        entries, data_start = _read_header(file)
-        for name, entry in entries.items():
-            start, end = entry["data_offsets"]
-            if name in found:
-                raise ValueError(f"both {found[name].file} and {file.name} hold {name}; keep one of them")
-            found[name] = StoredWeight(
-                file, str(entry.get("dtype")), tuple(entry["shape"]), data_start + start, end - start
-            )
-    return {name: weight for name, weight in found.items() if not name.endswith("rotary_emb.inv_freq")}
-
-
 def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model directory's weights. Raises ValueError as above."""
-    return {name: weight.shape for name, weight in stored_weights(path).items()}
+    """Names and shapes of a model directory's weights, without old checkpoints' buffers. Raises ValueError as above."""
+    return {name: shape for name, (_, shape) in _stored(path).items()}
 
 
 def check_head(path: Path, *, tied: bool) -> None:
@@ -109,14 +80,14 @@ def check_head(path: Path, *, tied: bool) -> None:
     Files of a tied model may repeat the matrix. Where they hold another one, transformers and vLLM leave the two
     untied, against the configuration; an engine that follows the configuration would drop the head.
     """
-    stored = stored_weights(path)
-    head, embedding = stored.get(_HEAD), stored.get(_EMBEDDING)
+    stored = _stored(path)
+    (head, _), (embedding, _) = stored.get(_HEAD, (None, ())), stored.get(_EMBEDDING, (None, ()))
     setting = f"model directory {path}: tie_word_embeddings is {'true' if tied else 'false'} by config.json"
     if tied and head is not None and embedding is None:
-        raise ValueError(f"{setting}, and {head.file.name} holds {_HEAD} only; name it {_EMBEDDING}")
-    if tied and head is not None and embedding is not None and not _equal(head, embedding):
+        raise ValueError(f"{setting}, and {head.name} holds {_HEAD} only; name it {_EMBEDDING}")
+    if tied and head is not None and embedding is not None and not _holds_equal(head, embedding):
         raise ValueError(
-            f"{setting}, but {_HEAD} in {head.file.name} is another matrix than {_EMBEDDING}; set tie_word_embeddings "
+            f"{setting}, but {_HEAD} in {head.name} is another matrix than {_EMBEDDING}; set tie_word_embeddings "
             f"to false to keep both, or remove {_HEAD} to keep the embedding only"
         )
     if not tied and head is None and embedding is not None:
@@ -131,46 +102,30 @@ def other_files(path: Path) -> Iterator[Path]:
                 yield file.relative_to(path)
 
 
-def _equal(one: StoredWeight, other: StoredWeight) -> bool:
-    """Whether both have the same bytes."""
-    if (one.dtype, one.shape, one.num_bytes) != (other.dtype, other.shape, other.num_bytes):
-        return False
-    return all(a == b for a, b in zip(_blocks(one), _blocks(other), strict=True))
+def _holds_equal(head: Path, embedding: Path) -> bool:
+    """Whether the output projection in one file has the bytes of the embedding in another, or in the same."""
+    import torch
+
+    with safe_open(head, "pt") as of_head, safe_open(embedding, "pt") as of_embedding:
+        one, other = of_head.get_tensor(_HEAD), of_embedding.get_tensor(_EMBEDDING)
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def _blocks(weight: StoredWeight) -> Iterable[bytes]:
-    with weight.file.open("rb") as stream:
-        stream.seek(weight.start)
-        left = weight.num_bytes
-        while left > 0:
-            yield stream.read(min(left, _BLOCK))
-            left -= _BLOCK
+def _stored(path: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """The file and the shape of each weight."""
+    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    for file in weight_files(path):
+        for name, shape in _shapes(file).items():
+            if name in found:
+                raise ValueError(f"both {found[name][0]} and {file.name} hold {name}; keep one of them")
+            found[name] = file, shape
+    return {name: stored for name, stored in found.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
-def _check_complete(file: Path) -> None:
-    """Compares the file's size with the end of its data as its header states it, which detects a truncated copy."""
-    size = file.stat().st_size
-    weights, data_start = _read_header(file)
-    expected = data_start + max((entry["data_offsets"][1] for entry in weights.values()), default=0)
-    if size != expected:
-        raise ValueError(f"{file} is incomplete: {size} bytes of {expected}")
-
-
-def _read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """What a safetensors file says of each of its weights, and the byte at which its data begin.
-
-    Format: https://huggingface.co/docs/safetensors/index#format
-    """
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights in a file. Raises ValueError if it is incomplete or of another format."""
     try:
-        with file.open("rb") as stream:
-            (header_size,) = struct.unpack("<Q", stream.read(8))
-            if header_size > file.stat().st_size:
-                raise ValueError("its header is cut off")
-            header = cast("dict[str, Any]", json.loads(stream.read(header_size)))
-        weights = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        malformed = next((name for name, entry in weights.items() if not {"shape", "data_offsets"} <= set(entry)), "")
-        if malformed:
-            raise ValueError(f"it gives no shape and place of {malformed!r}")
-    except (struct.error, ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"{file} is not a safetensors file: {error}") from error
-    return weights, 8 + header_size
+        with safe_open(file, "np") as weights:
+            return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} is incomplete or not a safetensors file: {error}") from error
