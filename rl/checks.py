@@ -74,14 +74,14 @@ def did_you_mean(value: str, known: Iterable[str], otherwise: str = "") -> str:
     return f"; known: {', '.join(known)}" if known else "; there are none"
 
 
-def text_fault(value: Any) -> str:
+def text_fault(value: object) -> str:
     """What keeps a value from being a non-empty text."""
     if not isinstance(value, str):
         return f"is a {type(value).__name__}; text is needed"
     return "" if value else "is empty; text is needed"
 
 
-def surrogate_fault(value: Any) -> str:
+def surrogate_fault(value: object) -> str:
     """What keeps the texts anywhere in a JSON value from being encoded, as for a tokenizer: half of a UTF-16 pair."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -91,14 +91,14 @@ def surrogate_fault(value: Any) -> str:
     return ""
 
 
-def prompt_fault(value: Any) -> str:
+def prompt_fault(value: object) -> str:
     """What keeps a value from being a prompt (`rl.protocols.Prompt`)."""
     if isinstance(value, str):
         return text_fault(value)
     if not isinstance(value, list | tuple) or not value:
         return f"is {value!r:.80}; text, or messages with 'role' and 'content', are needed"
-    for message in cast("list[Any]", value):
-        fields = cast("dict[str, Any]", message) if isinstance(message, dict) else {}
+    for message in cast("list[object]", value):
+        fields = cast("dict[str, object]", message) if isinstance(message, dict) else {}
         content = fields.get("content")
         silent = content is None and fields.get("role") == "assistant"  # which may only call tools
         if not isinstance(fields.get("role"), str) or not (silent or isinstance(content, str) or are_parts(content)):
@@ -106,9 +106,9 @@ def prompt_fault(value: Any) -> str:
     return ""
 
 
-def are_parts(content: Any) -> bool:
+def are_parts(content: object) -> bool:
     """Whether the content of a message is a list of texts and images."""
-    parts = cast("list[Any]", content) if isinstance(content, list) else []
+    parts = cast("list[object]", content) if isinstance(content, list) else []
     names = "text", "refusal", "thinking"
     texts = [
         part

@@ -7,10 +7,8 @@ through the same calls: a renderer makes one, a generator samples from it, a dat
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +21,7 @@ class PlacedImage:
     """How many there are, one for each feature that the model computes of the image."""
     data: bytes = field(repr=False)
     """The image's file, such as a PNG."""
-    inputs: Mapping[str, NDArray[Any]] = field(repr=False, compare=False)
+    inputs: Mapping[str, np.ndarray] = field(repr=False, compare=False)
     """What the features are computed from, by transformers' names: patches, and the grid that they are from."""
 
     def moved(self, by: int) -> "PlacedImage":
@@ -52,7 +50,7 @@ class TokensWithImages(tuple[int, ...]):
         self.images = tuple(images)
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type, tuple[tuple[int, ...], tuple[PlacedImage, ...]]]:
         """Pickles the tokens and the images."""
         return TokensWithImages, (tuple(self), self.images)
 

@@ -6,7 +6,7 @@ The log-prob of a token is that among its kept tokens. Legend: N tokens, K kept 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from rl.configuration import Rare, Seed, Several, configuration
 
-Ids = NDArray[Any]
+Ids = np.ndarray
 """uint16, which is enough for most sets, or int32."""
 MAX_TOPK_LOGPROBS = 20
 """vLLM's own bound of `SamplingParams.topk_prompt_logprobs`, unless `engine_args` say otherwise."""
@@ -202,10 +202,8 @@ def routes_fault(routes: Ids, num_tokens: int, experts: tuple[int, int, int]) ->
 
 
 def joined_routes(parts: Sequence[Ids | None]) -> Ids | None:
-    """The experts of all parts, in order; None if no part has any. Raises ValueError if only some have."""
+    """The experts of all parts, in order; None if no part has any. `validate_batch` refuses a batch of both kinds."""
     given = [part for part in parts if part is not None]
-    if given and len(given) < len(parts):
-        raise ValueError("some datums have routes and some have none; all of a batch must have them, or none")
     return np.concatenate(given) if given else None
 
 

@@ -9,7 +9,7 @@ Legend: T tokens of one sequence, N tokens of one completion, P tokens of one pr
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,7 +100,7 @@ class Answer(str):
 
     An environment that wants the text alone uses it as the `str` that it is. Reasoning begins and ends with a pair of
     `REASONING`. A second opening within reasoning is part of it. A closing delimiter without an opening ends reasoning
-    that began with the text. Reasoning that nothing closes leaves no content. An answer is immutable.
+    that began with the text. Reasoning that nothing closes leaves no content.
     """
 
     __slots__ = ("content", "is_cut_off", "reasoning")
@@ -114,17 +114,8 @@ class Answer(str):
     def __new__(cls, text: str, reasoning: str = "", content: str = "", is_cut_off: bool = False) -> Self:
         """An answer of known parts; `read` finds them."""
         self = super().__new__(cls, text)
-        for name, value in (("reasoning", reasoning), ("content", content), ("is_cut_off", is_cut_off)):
-            object.__setattr__(self, name, value)
+        self.reasoning, self.content, self.is_cut_off = reasoning, content, is_cut_off
         return self
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Raises AttributeError."""
-        raise AttributeError(f"{name} of an Answer cannot be set")
-
-    def __delattr__(self, name: str) -> None:
-        """Raises AttributeError."""
-        raise AttributeError(f"{name} of an Answer cannot be deleted")
 
     @classmethod
     def read(cls, text: str, *, opening: str = "", is_cut_off: bool = False) -> "Answer":
@@ -137,10 +128,6 @@ class Answer(str):
             return text
         reasoning, content, _ = _parts(text, opening)
         return cls(str(text), reasoning, content, is_cut_off)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the parts."""
-        return Answer, (str(self), self.reasoning, self.content, self.is_cut_off)
 
 
 def open_reasoning(text: str) -> str:
@@ -251,7 +238,7 @@ class Datum:
 
     tokens: NDArray[np.int64]
     """[T] input tokens, T at least 1."""
-    loss_inputs: Mapping[str, NDArray[Any]]
+    loss_inputs: Mapping[str, np.ndarray]
     """[T] each: target_tokens int64; weights, logprobs, advantages float32; and any others that a custom loss uses."""
     temperature: float = 1.0
     """By which logits are divided: the sampler's, so that policy, references and teachers score a token under the

@@ -236,7 +236,7 @@ def _check_routes(name: str, datum: Datum, first: Datum, experts: tuple[int, int
         raise ValueError(f"{name}.routes {fault}")
 
 
-def _check_array(field: str, array: NDArray[Any], *, integer: bool) -> None:
+def _check_array(field: str, array: np.ndarray, *, integer: bool) -> None:
     if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray) or array.ndim != 1:  # pyright: ignore[reportUnnecessaryIsInstance] - unchecked callers
         shape = getattr(array, "shape", None)
         raise ValueError(

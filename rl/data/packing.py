@@ -100,7 +100,7 @@ class PackedRow:
     """[S] index of the datum that the position belongs to."""
     datum_position: Ints
     """[S] position within that datum."""
-    loss_inputs: Mapping[str, NDArray[Any]]
+    loss_inputs: Mapping[str, np.ndarray]
     """Name -> [S]; always holds `target_tokens` and `weights`."""
     images: tuple[PlacedImage, ...] = ()
     """At their places in the row. The tokens of an image belong to one document."""
@@ -342,7 +342,7 @@ def _tree(firsts: Sequence[int], lengths: Sequence[int], opening: int) -> Docume
     return Document(sizes[0], tuple(sizes[1:]), opening, branches if any(depth > 1 for depth in branches) else ())
 
 
-def _distinct_pairs(scored: Ints, *others: NDArray[Any]) -> tuple[Ints, Ints]:
+def _distinct_pairs(scored: Ints, *others: np.ndarray) -> tuple[Ints, Ints]:
     """Tokens of the row, and what else distinguishes pairs, [S] each -> a position of each pair [P], pairs of all [S].
 
     Pairs are in the order of the row.
@@ -355,7 +355,7 @@ def _distinct_pairs(scored: Ints, *others: NDArray[Any]) -> tuple[Ints, Ints]:
     return first, pair_index
 
 
-def _gathered(datums: Sequence[Datum], flat: Ints) -> dict[str, NDArray[Any]]:
+def _gathered(datums: Sequence[Datum], flat: Ints) -> dict[str, np.ndarray]:
     """The loss inputs of positions, which are indices into the concatenation of all datums."""
     names = datums[0].loss_inputs.keys() - {"weights"}
     return {
@@ -382,7 +382,7 @@ def _sorted_group(batch: Sequence[Datum], members: Sequence[int]) -> PrefixGroup
     return PrefixGroup(tuple(members), (0, *shared))
 
 
-def _identity(datum: Datum, tokens: Ints) -> NDArray[Any]:
+def _identity(datum: Datum, tokens: Ints) -> np.ndarray:
     """[n, ...] for the first n tokens of a datum, what others must have in common: the id, and the experts if any."""
     if datum.routes is None:
         return tokens[:, None]
@@ -390,7 +390,7 @@ def _identity(datum: Datum, tokens: Ints) -> NDArray[Any]:
     return np.concatenate([part.view(np.uint8).reshape(len(part), -1) for part in both], axis=1)
 
 
-def _num_alike(a: NDArray[Any], b: NDArray[Any]) -> int:
+def _num_alike(a: np.ndarray, b: np.ndarray) -> int:
     """How many tokens two sequences begin with in common."""
     shortest = min(len(a), len(b))
     different = (a[:shortest] != b[:shortest]).any(1)

@@ -22,7 +22,7 @@ EVAL_FRACTION = 0.1
 T = TypeVar("T")
 
 
-def no_fault(_value: Any) -> str:
+def no_fault(_value: object) -> str:
     """Accepts every value."""
     return ""
 
@@ -54,7 +54,7 @@ def read_rows(path: Path, fields: Mapping[str, Fault], row_fault: Fault = no_fau
 def parse_row(line: str, where: str, fields: Mapping[str, Fault]) -> dict[str, Any]:
     """The fields of one line's JSON object, checked. Raises ValueError that begins with `where`."""
     try:
-        row: Any = json.loads(line)
+        row: object = json.loads(line)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and lists within lists
         raise ValueError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):
@@ -116,16 +116,16 @@ def without_held_out(items: Iterable[T], held_out: Iterable[T], text_of: Callabl
     return [item for item in items if spaced_alike(text_of(item)) not in texts]
 
 
-def spaced_alike(value: Any) -> Any:
+def spaced_alike(value: object) -> object:
     """A JSON value whose texts have one blank between their words: prompts that are equal then ask the same."""
     if isinstance(value, str):
         return " ".join(value.split())
     if isinstance(value, Mapping):
-        return {name: spaced_alike(item) for name, item in cast("Mapping[str, Any]", value).items()}
-    return [spaced_alike(item) for item in cast("list[Any]", value)] if isinstance(value, list | tuple) else value
+        return {name: spaced_alike(item) for name, item in cast("Mapping[str, object]", value).items()}
+    return [spaced_alike(item) for item in cast("list[object]", value)] if isinstance(value, list | tuple) else value
 
 
-def content_id(value: Any) -> str:
+def content_id(value: object) -> str:
     """An id of a JSON value, computed from its content: the same on every machine."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 

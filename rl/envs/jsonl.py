@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rl.checks import named_function, prompt_fault
 from rl.configuration import AnyPath, Several, configuration
@@ -66,9 +66,9 @@ class JsonlReward:
             raise ValueError(f"num_eval is {count}, but {self.file} has only {len(rows)} held-out prompts")
         return [self._problem(row) for row in rows[:count]]
 
-    def _problem(self, row: Mapping[str, Any]) -> "JsonlProblem":
+    def _problem(self, row: Mapping[str, object]) -> "JsonlProblem":
         arguments = {name: row[name] for name in self.fields}
-        prompt = row[self.prompt_field]
+        prompt = cast("Prompt", row[self.prompt_field])
         return JsonlProblem(
             id=content_id([prompt, arguments]), prompt=prompt, score=self._reward_function(), row=arguments
         )
@@ -76,7 +76,7 @@ class JsonlReward:
     def _reward_function(self) -> Callable[..., Any]:
         return named_function("JsonlReward.reward", self.reward)
 
-    def _split(self) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    def _split(self) -> tuple[list[Mapping[str, object]], list[Mapping[str, object]]]:
         return _read(Path(self.file), self.prompt_field, self.fields)
 
 
@@ -87,7 +87,7 @@ class JsonlProblem:
     id: str
     prompt: Prompt
     score: Callable[..., Any]
-    row: Mapping[str, Any]
+    row: Mapping[str, object]
 
     def start(self) -> "JsonlProblem":
         """Returns itself: a single-turn problem has no state."""
@@ -103,7 +103,7 @@ async def _awaited(reward: Awaitable[float]) -> Done:
     return Done(reward=await reward)
 
 
-def no_reward(prompt: Prompt, completion: str, **fields: Any) -> float:
+def no_reward(prompt: Prompt, completion: str, **fields: object) -> float:
     """0 for any answer: the reward of an environment that a judge scores (`ownloop_tasks.judged`)."""
     del prompt, completion, fields
     return 0.0
@@ -124,10 +124,10 @@ def _forget_if_changed(file: Path) -> None:
 @functools.lru_cache(maxsize=8)  # a loop asks for problems at every step
 def _read(
     file: Path, prompt_field: str, fields: tuple[str, ...]
-) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+) -> tuple[list[Mapping[str, object]], list[Mapping[str, object]]]:
     """Training and held-out rows without duplicates. Prompts that differ in white space only are on the same side."""
     rows = read_rows(file, {prompt_field: prompt_fault, **{name: no_fault for name in fields if name != prompt_field}})
-    distinct: dict[str, Mapping[str, Any]] = {}
+    distinct: dict[str, Mapping[str, object]] = {}
     for row in rows:
         distinct.setdefault(content_id([row[prompt_field], {name: row[name] for name in fields}]), row)
     return split(distinct.values(), lambda row: content_id(spaced_alike(row[prompt_field])))

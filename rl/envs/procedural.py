@@ -5,7 +5,7 @@ Whether a problem is held out depends on its text, not on when or how often it i
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rl.data.rows import hashed_number, is_eval
 from rl.protocols import Done, Problem, Prompt
@@ -81,11 +81,3 @@ def _first(make: Callable[[int], P], key: str, split_by: Callable[[P], str], *, 
         if is_eval(split_by(problem)) == for_eval:
             return problem
     raise ValueError(f"no {'held-out' if for_eval else 'training'} problem found in {_ATTEMPTS_PER_PROBLEM} attempts")
-
-
-class Options(dict[str, Any]):
-    """Options by name, which can be the key of a cache although their values may be lists. Not to be changed."""
-
-    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]  # a dict says it has none
-        """Equal options have the same: it follows from their names alone."""
-        return hash(frozenset(self))

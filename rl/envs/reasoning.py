@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from rl.checks import check_known
 from rl.configuration import Several, configuration, holds, one_of
-from rl.envs.procedural import Options, TextProblem, eval_set, train_stream
+from rl.envs.procedural import TextProblem, eval_set, train_stream
 from rl.protocols import Prompt
 from rl.system.plugins import how_to_install
 
@@ -87,7 +87,7 @@ class ReasoningGym:
         return eval_set(self._problem, count)
 
     def _problem(self, number: int) -> TextProblem:
-        dataset = _dataset(self.task, Options(self.params))
+        dataset = _dataset(self.task, pickle.dumps(dict(self.params)))
         if not _HASHED.isdisjoint(_names(self.task, self.params)) and sys.flags.hash_randomization:
             entry = _entries().entry(self.task, dict(self.params), number)
         else:
@@ -146,8 +146,9 @@ def _config(task: str, params: Mapping[str, Any]) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _dataset(task: str, params: Options) -> Any:
-    return _tasks()[task][0](_config(task, params))
+def _dataset(task: str, params: bytes) -> Any:
+    """The data set of these options, pickled as the key of the cache."""
+    return _tasks()[task][0](_config(task, pickle.loads(params)))
 
 
 def _is_formula(text: str) -> bool:
@@ -224,7 +225,7 @@ def serve_entries() -> None:
         except EOFError:
             return
         try:
-            found: Any = _dataset(task, Options(params))[number]
+            found: object = _dataset(task, pickle.dumps(params))[number]
         except Exception as error:  # raised where the entry was asked for
             found = error
         pickle.dump(found, answers)

@@ -12,7 +12,6 @@ names and options, does not need it.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,9 +26,8 @@ from rl.checks import (
     check_at_least,
     check_known,
     did_you_mean,
-    errors_of_user_code,
     frames_below,
-    see_working_directory,
+    named_function,
 )
 from rl.configuration import NotNegative, check_value
 from rl.losses.functions import cispo, cross_entropy, dro, gspo, importance_sampling, ppo
@@ -311,12 +309,7 @@ def custom_loss(function: str | LossFunction) -> Loss:
     as entropy. Which inputs it needs is not declared: a missing one raises KeyError when the function asks for it.
     """
     if isinstance(function, str):
-        module_name, _, attribute = function.partition(":")
-        if not module_name or not attribute:
-            raise ValueError(f"loss is {function!r}; it must be a name, 'module:function' or a function")
-        see_working_directory()
-        with errors_of_user_code(f"loss {module_name}:{attribute} cannot be imported"):
-            function = getattr(importlib.import_module(module_name), attribute)
+        function = named_function("loss", function)
     if not callable(function):
         raise ValueError(f"loss is {function!r}; it must be a name, 'module:function' or a function")
     name = getattr(function, "__name__", type(function).__name__)

@@ -200,7 +200,7 @@ class Player:
             raise EnvironmentFailedError(f"its observation cannot be rendered: {error}") from error
 
 
-def checked_reward(reply: Any) -> float:
+def checked_reward(reply: object) -> float:
     """The reward of an environment's reply. Raises `EnvironmentFailedError` for an invalid reply, reward or metric."""
     if not isinstance(reply, Observation | Done):
         raise EnvironmentFailedError(f"it replied with a {type(reply).__name__}; an Observation or a Done is expected")
@@ -375,7 +375,7 @@ def _routes(rollout: Rollout) -> Ids | None:
     return np.concatenate(parts)
 
 
-def with_inputs(batch: Sequence[Datum], **inputs: Sequence[NDArray[Any]]) -> list[Datum]:
+def with_inputs(batch: Sequence[Datum], **inputs: Sequence[np.ndarray]) -> list[Datum]:
     """Adds loss inputs to a batch. Each is a sequence of one [T] per datum.
 
     batch = with_inputs(batch, reference_logprobs=(await reference.forward(batch)).logprobs)

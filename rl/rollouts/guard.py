@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from pydantic import AfterValidator
@@ -131,7 +131,7 @@ def waiting() -> Generator[None]:
             each.tell(-1)
 
 
-async def call_environment(function: Callable[..., T | Awaitable[T]], *arguments: Any, time_limit_s: float) -> T:
+async def call_environment(function: Callable[..., T | Awaitable[T]], *arguments: object, time_limit_s: float) -> T:
     """Calls a function in a thread; if it returns an awaitable, awaits it on the event loop. Returns the result.
 
     Raises `EnvironmentFailedError` for every failure of the function.
@@ -158,7 +158,7 @@ async def call_environment(function: Callable[..., T | Awaitable[T]], *arguments
 
 
 async def _called(
-    function: Callable[..., T | Awaitable[T]], arguments: tuple[Any, ...], limit: _Limit, turns: asyncio.Semaphore
+    function: Callable[..., T | Awaitable[T]], arguments: tuple[object, ...], limit: _Limit, turns: asyncio.Semaphore
 ) -> T:
     """The result of a call that has its turn, which it gives back when the thread has ended."""
     try:
@@ -199,13 +199,13 @@ def _ordinary(error: BaseException) -> RuntimeError:
 
 
 def _in_thread(
-    function: Callable[..., Any], arguments: tuple[Any, ...], loop: asyncio.AbstractEventLoop
-) -> "asyncio.Future[Any]":
+    function: Callable[..., object], arguments: tuple[object, ...], loop: asyncio.AbstractEventLoop
+) -> "asyncio.Future[object]":
     """A future of the function's result, computed in a new thread."""
-    answer: asyncio.Future[Any] = loop.create_future()
+    answer: asyncio.Future[object] = loop.create_future()
     context = contextvars.copy_context()  # in which `waiting` finds the limits
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def settle(result: object, error: BaseException | None) -> None:
         if answer.done():  # cancelled, by the time limit or together with its rollout
             return
         if error is None:

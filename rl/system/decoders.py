@@ -8,7 +8,7 @@ under which names its weights are stored, what is refused, and a tiny model for 
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -181,7 +181,7 @@ DENSE: tuple[DenseFamily, ...] = (
 )
 
 
-def find_dense(architectures: Any) -> DenseFamily | None:
+def find_dense(architectures: Sequence[str] | None) -> DenseFamily | None:
     """The row of the first of these architectures that has one. A classifier counts as its backbone."""
     rows = {row.architecture: row for row in DENSE}
     return next((rows[name] for each in architectures or () if (name := backbone(each)) in rows), None)

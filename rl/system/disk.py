@@ -83,7 +83,7 @@ def write_json(file: Path, value: object, *, private: bool = False) -> None:
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError, naming the file, if it is damaged."""
     try:
-        value: Any = json.loads(file.read_bytes())
+        value: object = json.loads(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file} is damaged: {error}") from None
     if not isinstance(value, dict):
@@ -91,7 +91,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: object) -> Any:
     """`value` in JSON types. Dataclasses become objects, functions "module:name", numbers that are not finite null.
 
     Fields that are declared as `Secret` are hidden. Values of any other type become their text.
@@ -100,11 +100,11 @@ def to_json(value: Any) -> Any:
         fields = {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {name: hide_all(item) if is_declared(type(value), name) else item for name, item in fields.items()}
     if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+        return {str(key): to_json(item) for key, item in cast("Mapping[object, object]", value).items()}
     if isinstance(value, np.ndarray | np.generic):
         return to_json(value.tolist())
     if isinstance(value, list | tuple | set | frozenset):
-        return [to_json(item) for item in cast("Sequence[Any]", value)]
+        return [to_json(item) for item in cast("Sequence[object]", value)]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, bool | int | str):
@@ -114,7 +114,7 @@ def to_json(value: Any) -> Any:
     return str(value)
 
 
-def append_line(file: Path, row: Any) -> None:
+def append_line(file: Path, row: object) -> None:
     """Writes a value in JSON types as one line, at once. Raises `RecordingError`, with the file as it was before."""
     line = (json.dumps(row, allow_nan=False) + "\n").encode()
     length: int | None = None

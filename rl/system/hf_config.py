@@ -9,13 +9,12 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import json
 import math
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, cast
+from typing import Any
 
 from rl.system.decoders import (
     BEFORE_SCALING,
@@ -27,6 +26,7 @@ from rl.system.decoders import (
     parse_dense,
     rope_parameters,
 )
+from rl.system.disk import read_json
 from rl.system.model_files import INDEX_FILE, SINGLE_FILE, check_head, stored_shapes
 from rl.system.plugins import load_all, why_absent
 
@@ -163,7 +163,9 @@ class ModelInfo:
 
 def read_config_file(path: Path) -> Mapping[str, Any]:
     """The contents of a model directory's `config.json`. Raises ValueError if it is missing or not a JSON object."""
-    return _read_json(path / "config.json", f"model directory {path} has no config.json")
+    if not (file := path / "config.json").is_file():
+        raise ValueError(f"model directory {path} has no config.json")
+    return read_json(file)
 
 
 @contextlib.contextmanager
@@ -316,7 +318,7 @@ def end_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     Reads generation_config.json, which may name more end tokens than config.json, and falls back to the latter.
     """
     generation = path / "generation_config.json"
-    value = _read_json(generation, "").get("eos_token_id") if generation.is_file() else None
+    value = read_json(generation).get("eos_token_id") if generation.is_file() else None
     value = config.get("eos_token_id") if value is None else value
     ids: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int for token in ids):
@@ -333,19 +335,6 @@ def check_architecture(path: Path, *, as_published: bool = False) -> None:
     config = read_config(path)
     if not (as_published and config.get("text_config")):
         _architecture(path, {**config, "quantization_config": None} if as_published else config)
-
-
-def _read_json(file: Path, missing: str) -> Mapping[str, Any]:
-    """Reads a JSON object. Raises ValueError with the message `missing` if there is no such file."""
-    if not file.is_file():
-        raise ValueError(missing)
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} holds a JSON {type(value).__name__}; an object is needed")
-    return cast("dict[str, Any]", value)
 
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ except where a tied model's files repeat the output projection, which is compare
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -46,7 +45,7 @@ def weight_files(path: Path) -> tuple[Path, ...]:
 def indexed_names(index: Path) -> tuple[str, ...]:
     """The names of the files with weights that an index names. Raises ValueError for an index that names none."""
     try:
-        weight_map: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = {str(name) for name in weight_map.values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         names = set[str]()

@@ -94,7 +94,7 @@ def _load_all(kind: str, wanted: Any, _path: tuple[str, ...]) -> Mapping[str, ob
 def load(entry: EntryPoint, wanted: type[T]) -> T:
     """The part that an entry point names. Raises ValueError as `find` does."""
     try:
-        part: Any = entry.load()
+        part: object = entry.load()
     except (Exception, SystemExit) as error:  # a module may end the program that imports it
         raise ValueError(f"{_broken_entry(entry)} cannot be loaded: {type(error).__name__}: {error}") from error
     (base,) = get_args(wanted) if get_origin(wanted) is type else (None,)

@@ -1,6 +1,6 @@
 """This process among the ranks of its mesh."""
 
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -21,6 +21,6 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's value, in the order of ranks. A collective."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
+    values = cast("list[T]", [None] * dist.get_world_size(group))
     dist.all_gather_object(values, value, group=group)
     return values

@@ -31,18 +31,18 @@ def is_declared(owner: type, field: str) -> bool:
     return bool(re.search(r"\bSecret\b", hint)) if isinstance(hint, str) else _mentions(hint)
 
 
-def hide_all(value: Any) -> Any:
+def hide_all(value: object) -> object:
     """The value of a secret field with all its texts hidden."""
     if isinstance(value, Mapping):
-        return {key: hide_all(item) for key, item in cast("Mapping[str, Any]", value).items()}
+        return {key: hide_all(item) for key, item in cast("Mapping[str, object]", value).items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(hide_all, cast("Sequence[Any]", value)))
+        return [hide_all(item) for item in cast("Sequence[object]", value)]
     return HIDDEN if isinstance(value, str | bytes) and value else value
 
 
 def with_hidden_secrets(config: Any) -> Any:
     """A dataclass to show to a user, with the secrets of its fields hidden."""
-    shown = dict[str, Any]()
+    shown = dict[str, object]()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -67,14 +67,14 @@ def hide_in_options(options: Sequence[str], hidden: Collection[str]) -> list[str
     return shown
 
 
-def hidden_fields(config: Any, prefix: str = "") -> list[str]:
+def hidden_fields(config: object, prefix: str = "") -> list[str]:
     """The fields of a recorded configuration that are hidden: `env.api_key`."""
     if isinstance(config, Mapping):
-        fields = cast("Mapping[str, Any]", config).items()
+        fields = cast("Mapping[str, object]", config).items()
         return [name for key, item in fields for name in hidden_fields(item, f"{prefix}.{key}" if prefix else key)]
     return [prefix] if config == HIDDEN else []
 
 
-def _mentions(hint: Any) -> bool:
+def _mentions(hint: object) -> bool:
     """Whether a type is `Secret`, or has it among its arguments."""
     return isinstance(hint, _Declared) or any(_mentions(argument) for argument in get_args(hint))

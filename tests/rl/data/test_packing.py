@@ -1,7 +1,6 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -127,8 +126,6 @@ def test_tokens_of_other_experts_are_not_shared() -> None:
     assert row.routes is not None
     assert row.tokens.tolist() == [1, 2, 3, 4, 4, 1, 2, 3, 4, *[0] * 3]
     assert row.routes[:, 0, 0].tolist() == [1, 2, 3, 3, 4, 1, 2, 9, 3, *[0] * 3]
-    with pytest.raises(ValueError, match="some datums have routes and some have none"):
-        pack_row([replace(batch[0], routes=None), *batch[1:]], share_prefixes=True)
 
 
 def test_what_datums_share_is_in_the_row_once() -> None:

@@ -170,7 +170,7 @@ def test_a_recipe_and_a_module_of_a_missing_plugin_are_named(tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, "ownloop_tasks", None)
     with pytest.raises(ValueError, match=r"'ownloop_tasks\.x:reward'.*`pip install ownloop-tasks`"):
         named_function("reward", "ownloop_tasks.x:reward")
-    with pytest.raises(ValueError, match=r"ownloop_tasks\.x:loss .*`pip install ownloop-tasks`"):
+    with pytest.raises(ValueError, match=r"ownloop_tasks\.x:loss.*`pip install ownloop-tasks`"):
         get_loss("ownloop_tasks.x:loss")
 
 
