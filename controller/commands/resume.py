@@ -22,7 +22,7 @@ from controller.commands.recipes import load_recipe, override
 from controller.commands.saved_recipe import PARENT_FILE, RECIPE_FILE, saved_recipe
 from controller.handles.offline import OfflineGeneratorConfig
 from controller.launching.hosts import Tell
-from controller.runs.checkpoints import check_position
+from controller.runs.checkpoints import loop_of
 from controller.runs.folder import (
     CONFIG_FILE,
     FIRST_WEIGHTS,
@@ -72,14 +72,11 @@ def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
     Raises ValueError for an option that would change steps already done, for a recipe that no longer returns the
     recorded configuration, and for a folder of another schema version.
     """
-    recipe, name = saved_recipe(folder), f"ownloop run --resume {folder}"
-    config = load_recipe(Path(recipe["file"]), recipe["source"])
-    for earlier in recipe["options"]:
-        config = override(config, earlier, name)
-    config = with_recorded_models(config, folder)
+    name = f"ownloop run --resume {folder}"
+    config = _as_begun(folder, name)
     resumed = override(config, options, name)
-    if recipe.get("replay"):
-        config, resumed = (replayed(made, Path(recipe["replay"])) for made in (config, resumed))
+    if replay := saved_recipe(folder).get("replay"):
+        config, resumed = (replayed(made, Path(replay)) for made in (config, resumed))
     recorded = read_json(folder / CONFIG_FILE)
     as_begun, as_resumed = (to_json(made) for made in (config, resumed))
     changed = {
@@ -107,6 +104,15 @@ def resumed_configuration(folder: Path, options: Sequence[str]) -> Any:
         )
     _check_num_steps(folder, resumed)
     return resumed
+
+
+def _as_begun(folder: Path, program: str) -> Any:
+    """The configuration that the run in `folder` began with, before a recording took its environment's place."""
+    recipe = saved_recipe(folder)
+    config = load_recipe(Path(recipe["file"]), recipe["source"])
+    for options in recipe["options"]:
+        config = override(config, options, program)
+    return _with_recorded_models(config, folder)
 
 
 def inputs_of(config: Any) -> dict[str, str]:
@@ -182,12 +188,10 @@ def forked_configuration(parent: Path, options: Sequence[str], tell: Tell) -> An
 
     Raises ValueError as `override` does.
     """
-    recipe, name = saved_recipe(parent), f"ownloop run --fork {parent}"
-    config = load_recipe(Path(recipe["file"]), recipe["source"])
-    for earlier in recipe["options"]:
-        config = override(config, earlier, name)
-    config = with_pinned_models(override(with_recorded_models(config, parent), options, name), tell)
-    return replayed(config, Path(recipe["replay"])) if recipe.get("replay") else config
+    name = f"ownloop run --fork {parent}"
+    config = with_pinned_models(override(_as_begun(parent, name), options, name), tell)
+    replay = saved_recipe(parent).get("replay")
+    return replayed(config, Path(replay)) if replay else config
 
 
 def forked_folder(path: Path, config: Any, parent: Path, checkpoint: Path, options: Sequence[str]) -> RunFolder:
@@ -196,16 +200,14 @@ def forked_folder(path: Path, config: Any, parent: Path, checkpoint: Path, optio
     Files that never change are linked where the disk allows it. Raises ValueError if `path` cannot be used, and for a
     `num_steps` that the checkpoint has reached; and `RecordingError`, with no folder left, if it does not fit.
     """
-    loop: dict[str, Any] = read_json(checkpoint / LOOP_FILE)
-    num_steps = options_of(config).num_steps
+    loop, num_steps = loop_of(checkpoint), options_of(config).num_steps
     if num_steps is not None and num_steps <= loop["step"]:
         raise ValueError(
             f"num_steps is {num_steps}, and the checkpoint is of step {loop['step']}; --num-steps must be more"
         )
-    check_position(loop, read_json(parent / CONFIG_FILE), to_json(config))
     folder = RunFolder(path, config, began=began_at(parent))
     with folder.discarded_on_failure():
-        lengths: dict[str, int] = loop["lengths"]
+        lengths = loop["lengths"]
         with (parent / METRICS).open("rb") as metrics:
             write_whole(folder.metrics_file, metrics.read(lengths.get(METRICS, 0)))
         for kind, step, file in recorded_files(parent / ROLLOUTS):
@@ -214,8 +216,7 @@ def forked_folder(path: Path, config: Any, parent: Path, checkpoint: Path, optio
         _write_origin(folder.path, config, parent, options, loop["step"])
         # The checkpoint comes last, and under its name only once it is whole.
         partial = folder.checkpoints / f".{checkpoint.name}"
-        for file in filter(Path.is_file, checkpoint.rglob("*")):
-            _link(file, partial / file.relative_to(checkpoint))
+        _link_all(checkpoint, partial)
         partial.rename(folder.checkpoints / checkpoint.name)
     folder.begin_again()
     return folder
@@ -228,11 +229,8 @@ def folder_with_weights(path: Path, config: Any, parent: Path, checkpoint: Path,
     """
     folder = RunFolder(path, config)
     with folder.discarded_on_failure():
-        for file in filter(Path.is_file, checkpoint.rglob("*")):
-            _link(file, folder.path / FIRST_WEIGHTS / file.relative_to(checkpoint))
-        _write_origin(
-            folder.path, config, parent, options, read_json(checkpoint / LOOP_FILE)["step"], restore="weights"
-        )
+        _link_all(checkpoint, folder.path / FIRST_WEIGHTS)
+        _write_origin(folder.path, config, parent, options, loop_of(checkpoint)["step"], restore="weights")
     return folder
 
 
@@ -242,6 +240,11 @@ def _write_origin(path: Path, config: Any, parent: Path, options: Sequence[str],
     added = {**recipe, "options": [*recipe["options"], *([options] if options else [])], "inputs": inputs_of(config)}
     write_json(path / RECIPE_FILE, added, private=True)
     write_json(path / PARENT_FILE, {"run": parent.absolute(), "step": step, **more})
+
+
+def _link_all(source: Path, target: Path) -> None:
+    for file in filter(Path.is_file, source.rglob("*")):
+        _link(file, target / file.relative_to(source))
 
 
 def _link(source: Path, target: Path) -> None:
@@ -265,7 +268,7 @@ def with_pinned_models(config: Any, tell: Tell) -> Any:
     return replace(config, **{field: pinned(name, tell) for field, name in names.items()}) if names else config
 
 
-def with_recorded_models(config: Any, folder: Path) -> Any:
+def _with_recorded_models(config: Any, folder: Path) -> Any:
     """The configuration with the commits that the run in `folder` recorded, where they are of the same models."""
     recorded = read_json(folder / CONFIG_FILE)
     same: dict[str, str] = {}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from controller.handles.colocated import SharedGPUs
 from controller.processes.mesh import Mesh
-from controller.processes.place import FilesHere, Place, RunFiles, gpu_env
+from controller.processes.place import Place, RunFiles, gpu_env
 from rl.data.batching import BatchPlan, checked_data, merge_metrics, plain_datum, plan_batch, validate_batch
 from rl.data.packing import ModelFlops
 from rl.lora import LoRAConfig, check_adapter_name
@@ -57,7 +57,7 @@ class TrainerHandle:
     """Operations a second that one rank's device can do, as `trainer.matrix_rate` measured; 0 if it is not known."""
     max_lora_rank: int | None = None
     """The largest rank of an adapter that the generator serves, if it is known."""
-    files: RunFiles = field(default_factory=FilesHere)
+    files: RunFiles = field(default_factory=RunFiles)
     """Where ranks write checkpoints and models, and read them."""
     pushes_to: Callable[[], Sequence[Mesh]] = tuple
     """The meshes without which no version can be pushed."""

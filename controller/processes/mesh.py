@@ -38,7 +38,7 @@ from monarch.actor import Actor
 
 from controller.processes.calls import CalledRank, Calls
 from controller.processes.errors import DeadlineError, MeshError
-from controller.processes.place import Place, ThisHost
+from controller.processes.place import Place
 from controller.processes.rank import Rank, answering, explained
 from controller.processes.rank_processes import RankProcesses, check_no_fork, in_fork
 from controller.processes.rank_start import RankProcess, command_of_rank, prepare_ranks
@@ -122,7 +122,7 @@ class Mesh(Calls):
     ) -> None:
         """Use `spawn`."""
         super().__init__(name, processes, deadlines or Deadlines())
-        self.place = place or ThisHost()
+        self.place = place or Place()
         """Where the processes run."""
         self._host_mesh = host_mesh
         self.actors = actors
@@ -161,7 +161,7 @@ class Mesh(Calls):
         forward_no_output()
         log_dir.mkdir(parents=True, exist_ok=True)
         log_files = tuple(log_dir.absolute() / f"{name}-{rank}.log" for rank in range(num_ranks))
-        deadlines, place = deadlines or Deadlines(), hosts or ThisHost()
+        deadlines, place = deadlines or Deadlines(), hosts or Place()
         processes, command = await place.processes(name, (), log_files), command_of_rank(place, log_files, env)
         host_mesh, per_host = place.host_mesh(name), {"gpus": num_ranks // place.num_hosts}
         _LastDeath.tell_at_exit()

@@ -7,23 +7,33 @@ variable is not set, the names are the numbers of all GPUs.
 
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from controller.processes.rank_processes import RankProcesses
 from rl.system.hardware import is_cpu_build
 
+if TYPE_CHECKING:  # the import would load Monarch
+    from monarch.actor import HostMesh
 
-class RunFiles(Protocol):
-    """Where the ranks of a mesh write what belongs into a folder of the controller, and where they read it."""
+
+class RunFiles:
+    """Where the ranks of a mesh write what belongs into a folder of the controller, and where they read it.
+
+    These ranks have the controller's folders, so every path is itself. Files of other hosts derive from it.
+    """
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        """The files of a mesh of so many ranks."""
+        self.num_ranks = num_ranks
 
     async def to_write(self, path: Path) -> Path:
         """The path at which ranks are to write what is to be at `path`; `collect` brings it there.
 
         Raises ValueError if there is something at `path` that ownloop did not write, and if a host cannot write.
         """
-        ...
+        return Path(path).absolute()
 
     async def collect(self, path: Path, keep_last: int | None = None) -> None:
         """Brings what ranks have written, or are writing in the background, to `path`, which appears when it is whole.
@@ -31,137 +41,75 @@ class RunFiles(Protocol):
         With `keep_last`, deletes older checkpoints beside it, as `TrainerHandle.save_checkpoint` says.
         Raises OSError if there is no room for it, and `HostLostError`.
         """
-        ...
-
-    def to_read(self, path: Path) -> AbstractAsyncContextManager[Sequence[Path]]:
-        """Where each rank finds, while inside, what is at `path`. Raises OSError if a host has no room for it."""
-        ...
-
-
-class FilesHere:
-    """Implements `RunFiles` for ranks that have the controller's folders: every path is itself."""
-
-    def __init__(self, num_ranks: int = 1) -> None:
-        """A place for a mesh of so many ranks."""
-        self._num_ranks = num_ranks
-
-    async def to_write(self, path: Path) -> Path:
-        """The path itself."""
-        return Path(path).absolute()
-
-    async def collect(self, path: Path, keep_last: int | None = None) -> None:
-        """Everything is there already."""
 
     @asynccontextmanager
     async def to_read(self, path: Path) -> AsyncGenerator[Sequence[Path]]:
-        """The path itself, for every rank."""
-        yield [Path(path).absolute()] * self._num_ranks
+        """Where each rank finds, while inside, what is at `path`. Raises OSError if a host has no room for it."""
+        yield [Path(path).absolute()] * self.num_ranks
 
 
-class Place(Protocol):
-    """Hosts that a mesh is spread over evenly. The ranks of one host are next to each other."""
+class Place:
+    """Hosts that a mesh is spread over evenly. The ranks of one host are next to each other.
+
+    This place is the host of the controller. Other hosts derive from it.
+    """
 
     @property
     def num_hosts(self) -> int:
         """How many hosts there are."""
-        ...
+        return 1
 
     @property
     def has_gpu(self) -> bool | None:
         """Whether the ranks compute on GPUs; None if torch has to be asked in this process."""
-        ...
-
-    def host_mesh(self, mesh: str) -> Any:
-        """Monarch's mesh of these hosts. Every call makes one."""
-        ...
-
-    def coordinates(self, rank: int, num_ranks: int) -> Mapping[str, int]:
-        """Where Monarch's mesh of processes has a rank."""
-        ...
-
-    def env(self, rank: int, log_files: Sequence[Path]) -> Mapping[str, str]:
-        """What the process of a rank has in its environment because of where it runs."""
-        ...
-
-    def log_file(self, rank: int, log_files: Sequence[Path]) -> Path:
-        """What a rank writes to on its host. `log_files` are what the controller reads."""
-        ...
-
-    async def processes(self, mesh: str, pids: Sequence[int], log_files: tuple[Path, ...]) -> RankProcesses:
-        """The running processes. Before they run there are no `pids`."""
-        ...
+        return None
 
     @property
     def address(self) -> str:
-        """Address of the host of rank 0, at which the other ranks find it."""
-        ...
+        """Address of the host of rank 0, at which the other ranks find it. No other host can connect to this one's."""
+        return "127.0.0.1"
 
-    def files(self, num_ranks: int) -> RunFiles:
-        """The files of a mesh with this many ranks here."""
-        ...
-
-    async def check_model_directory(self, model: Path) -> None:
-        """Copies a model's directory to the other hosts that have none in the same place.
-
-        Raises ValueError, with the host's name, if a host has another one there, or cannot take it.
-        """
-        ...
-
-    async def check_there(self, check: Callable[..., object], *args: Any) -> None:
-        """Runs a check of an importable module on every other host. Raises its ValueError, with the host's name."""
-        ...
-
-    async def release(self, host_mesh: Any) -> None:
-        """Gives up what `host_mesh` returned, once the processes have ended. Returns within seconds."""
-        ...
-
-
-class ThisHost:
-    """The host of the controller."""
-
-    num_hosts = 1
-    has_gpu = None
-    address = "127.0.0.1"
-    """No other host can connect there."""
-
-    def host_mesh(self, mesh: str) -> Any:
-        """The host itself."""
+    def host_mesh(self, mesh: str) -> "HostMesh":
+        """Monarch's mesh of these hosts. Every call makes one, but for this host's."""
         from monarch.actor import this_host
 
         del mesh
         return this_host()
 
     def coordinates(self, rank: int, num_ranks: int) -> Mapping[str, int]:
-        """Ranks differ in their GPU alone."""
+        """Where Monarch's mesh of processes has a rank. On one host, ranks differ in their GPU alone."""
         del num_ranks
         return {"gpus": rank}
 
     def env(self, rank: int, log_files: Sequence[Path]) -> Mapping[str, str]:
-        """Nothing."""
+        """What the process of a rank has in its environment because of where it runs."""
         del rank, log_files
         return {}
 
     def log_file(self, rank: int, log_files: Sequence[Path]) -> Path:
-        """The controller reads the log itself."""
+        """What a rank writes to on its host. `log_files` are what the controller reads."""
         return log_files[rank]
 
     async def processes(self, mesh: str, pids: Sequence[int], log_files: tuple[Path, ...]) -> RankProcesses:
-        """Children of this process."""
+        """The running processes. Before they run there are no `pids`."""
         del mesh
         return RankProcesses(pids, log_files)
 
     def files(self, num_ranks: int) -> RunFiles:
-        """The controller's."""
-        return FilesHere(num_ranks)
+        """The files of a mesh with this many ranks here."""
+        return RunFiles(num_ranks)
 
     async def check_model_directory(self, model: Path) -> None:
-        """It is the controller's."""
+        """Copies a model's directory to the other hosts that have none in the same place.
 
-    async def check_there(self, check: Callable[..., object], *args: Any) -> None:
-        """There is no other host."""
+        Raises ValueError, with the host's name, if a host has another one there, or cannot take it.
+        """
 
-    async def release(self, host_mesh: Any) -> None:
-        """Nothing to give up."""
+    async def check_there(self, check: Callable[..., object], *args: object) -> None:
+        """Runs a check of an importable module on every other host. Raises its ValueError, with the host's name."""
+
+    async def release(self, host_mesh: "HostMesh") -> None:
+        """Gives up what `host_mesh` returned, once the processes have ended. Returns within seconds."""
 
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, TypeGuard, cast
 
 from controller.launching.hosts import Tell, kept
 from controller.launching.launcher import Launcher
@@ -35,10 +35,27 @@ from rl.types import Group
 _MAX_SKIPS_IN_A_ROW = 3
 _MAX_STEPS_WITHOUT_SIGNAL_IN_A_ROW = 10
 _SAVE_AFTER_FAILURE_S = 120.0
+POLICY = "policy"
+"""The name of the trainer whose model a run exports, and of its folder in a checkpoint."""
 _ADVICE = (
     " A larger group_size or more prompts_per_step finds differences that are rare; an environment that is always or "
     "never solved needs other problems."
 )
+
+
+class Loop(TypedDict):
+    """The contents of a checkpoint's `loop.json`."""
+
+    step: int
+    trainers: list[str]
+    lengths: dict[str, int]
+    """The lengths of the run's files at the end of the step."""
+    groups: list[str]
+    """Those of the loop's values that are groups, each in a file of its own."""
+    values: dict[str, object]
+    """The loop's other values."""
+    position: int
+    """The number of the training item that is taken next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +63,9 @@ class _FinishedStep:
     """What a checkpoint of a step holds in addition to the trainers' state."""
 
     step: int
-    lengths: Mapping[str, int]
+    lengths: dict[str, int]
     """The lengths of the run's files at its end."""
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     position: int
 
 
@@ -82,34 +99,22 @@ class DataPosition:
         return max(begun + (step - self.step - (self.taken == 0)) * count, 0)
 
 
-_SIZES = ("examples_per_step", "pairs_per_step", "prompts_per_step")
-_BATCHES_OF_ACCUMULATE = 16
-
-
-def restored_position(folder: RunFolder, config: object) -> DataPosition:
+def restored_position(folder: RunFolder) -> DataPosition:
     """Where a resumed run continues; the start of the data in a new one."""
     if not folder.resumed or not (complete := folder.complete_checkpoints()):
         return DataPosition()
-    loop: dict[str, Any] = read_json(complete[-1] / LOOP_FILE)
-    return DataPosition(next=_position_of(loop, config), step=loop["step"])
+    loop = loop_of(complete[-1])
+    return DataPosition(next=loop["position"], step=loop["step"])
 
 
-def _position_of(loop: Mapping[str, Any], config: object) -> int:
-    """Earlier versions stored no position: every step took the same number of items, but for those that stored it."""
-    values, sizes = loop["values"], [getattr(config, name) for name in _SIZES if hasattr(config, name)]
-    batches = _BATCHES_OF_ACCUMULATE if hasattr(config, "tokens_per_step") else 1
-    return loop.get("position", values.get("next_problem", loop["step"] * batches * sum(sizes)))
-
-
-def check_position(loop: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Raises ValueError if a fork with the configuration `after` of a run with `before` would lose its place."""
-    sizes = (*_SIZES, "group_size") if "unfinished" in loop["values"] else _SIZES  # groups wait in `grpo_async`
-    changed = [name for name in sizes if before.get(name) != after.get(name)]
-    if "position" not in loop and changed:
+def loop_of(checkpoint: Path) -> Loop:
+    """A checkpoint's first file. Raises ValueError for a checkpoint of an earlier version, which lacks its place."""
+    loop = read_json(checkpoint / LOOP_FILE)
+    if "position" not in loop:
         raise ValueError(
-            f"{changed[0]} is {after.get(changed[0])} and was {before.get(changed[0])}; an earlier version wrote the "
-            "checkpoint without its place in the data, so keep it or begin a new run"
+            f"{checkpoint} lacks its place in the data: an earlier version of ownloop wrote it; continue it with that"
         )
+    return cast("Loop", loop)
 
 
 class Checkpoints:
@@ -137,7 +142,7 @@ class Checkpoints:
         """The trainers' policy versions when that step finished."""
         self.last_step = 0
         """The last finished step, in this process or before the run was resumed."""
-        self.values: Mapping[str, Any] = {}
+        self.values: Mapping[str, object] = {}
         """The values that the loop gave to `after_step` with the checkpoint that `resume` restored."""
 
     async def resume(self) -> int:
@@ -179,9 +184,9 @@ class Checkpoints:
             await asyncio.gather(*loads)
         return 1
 
-    def _loop_of(self, path: Path) -> dict[str, Any]:
+    def _loop_of(self, path: Path) -> Loop:
         """A checkpoint's first file. Raises ValueError for a checkpoint of other trainers."""
-        loop: dict[str, Any] = read_json(path / LOOP_FILE)
+        loop = loop_of(path)
         if set(loop["trainers"]) != set(self._trainers):
             ours, theirs = (", ".join(sorted(names)) for names in (self._trainers, loop["trainers"]))
             raise ValueError(f"checkpoint {path} is of the trainers {theirs}; this loop has {ours}")
@@ -191,7 +196,7 @@ class Checkpoints:
         """Whether a checkpoint is due after this step, unless the run must be stopped for a reason."""
         return bool(self._every) and (step == self._log.total_steps or self.solved or step % self._every == 0)
 
-    async def after_step(self, step: int, **values: Any) -> None:
+    async def after_step(self, step: int, **values: object) -> None:
         """Saves in the background if a checkpoint is due: every `checkpoint_every` steps and after the last one.
 
         `values` (JSON types, and lists of groups) are the loop's own. Waits while the recording is behind, and raises
@@ -291,18 +296,15 @@ class Checkpoints:
         for name, value in groups.items():
             self.folder.in_background(partial(write_rollouts, path / f"{name}.parquet", value))
         await self.folder.sync()  # `loop.json` promises these files
-        others = {name: value for name, value in finished.values.items() if name not in groups}
-        write_json(
-            path / LOOP_FILE,
-            {
-                "step": finished.step,
-                "trainers": [*self._trainers],
-                "lengths": finished.lengths,
-                "groups": [*groups],
-                "values": others,
-                "position": finished.position,
-            },
+        loop = Loop(
+            step=finished.step,
+            trainers=[*self._trainers],
+            lengths=finished.lengths,
+            groups=[*groups],
+            values={name: value for name, value in finished.values.items() if name not in groups},
+            position=finished.position,
         )
+        write_json(path / LOOP_FILE, loop)
 
     def _prune(self, keep: int) -> None:
         """Deletes all but the newest `keep` complete checkpoints, and the remains of incomplete ones."""
@@ -341,14 +343,14 @@ class Checkpoints:
         return None
 
 
-def _are_groups(value: Any) -> bool:
+def _are_groups(value: object) -> TypeGuard[list[Group]]:
     """Whether a loop's value is a list of groups, which a checkpoint holds as a file of rollouts."""
-    return isinstance(value, list) and bool(value) and all(isinstance(g, Group) for g in cast("list[Any]", value))
+    return isinstance(value, list) and bool(value) and all(isinstance(g, Group) for g in cast("list[object]", value))
 
 
-def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
+def _kept(values: Mapping[str, object]) -> dict[str, object]:
     """Copies of a loop's values, which may change in the next step. Raises ValueError for what JSON would change."""
-    kept: dict[str, Any] = {}
+    kept: dict[str, object] = {}
     for name, value in values.items():
         with contextlib.suppress(TypeError, ValueError):  # of a comparison, too
             kept[name] = list(value) if _are_groups(value) else json.loads(json.dumps(to_json(value)))
@@ -361,12 +363,9 @@ def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-POLICY = "policy"
-
-
 def checkpoint_of(run: Path, step: int | None) -> Path:
     """The checkpoint of a step, or the newest. Raises ValueError, naming the steps that have one, if there is none."""
-    complete = {_step_of(path): path for path in complete_checkpoints(run / "checkpoints")}
+    complete = {read_json(path / LOOP_FILE)["step"]: path for path in complete_checkpoints(run / "checkpoints")}
     if not complete:
         raise ValueError(f"{run} has no complete checkpoint")
     if step is None:
@@ -374,10 +373,6 @@ def checkpoint_of(run: Path, step: int | None) -> Path:
     if step not in complete:
         raise ValueError(f"{run} has no checkpoint of step {step}; it has steps {', '.join(map(str, complete))}")
     return complete[step]
-
-
-def _step_of(checkpoint: Path) -> int:
-    return read_json(checkpoint / LOOP_FILE)["step"]
 
 
 async def export_checkpoint(

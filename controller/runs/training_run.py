@@ -111,11 +111,11 @@ class Run:
         self._log = StepLog(folder, console, config.num_steps, best_reward=best_reward, log=config.log)
         self._config = config
         self._checkpoints: Checkpoints | None = None
-        self.data = restored_position(folder, config)
+        self.data = restored_position(folder)
         """The place in the training data, which checkpoints store: `start = run.data.take(count)`."""
         self._clock = PhaseClock()
         self._evaluation = _Evaluation(self._log, config)
-        self._values: Mapping[str, Any] = {}
+        self._values: Mapping[str, object] = {}
 
     @property
     def log_dir(self) -> Path:
@@ -197,7 +197,7 @@ class Run:
         with self._clock(phase):
             yield
 
-    def keep(self, **values: Any) -> None:
+    def keep(self, **values: object) -> None:
         """What else the loop needs to continue after this step; a resumed run finds it in `restored`.
 
         JSON types, and lists of groups. The end of the step raises ValueError for a value of another type.

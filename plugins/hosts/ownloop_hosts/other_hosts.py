@@ -1,4 +1,4 @@
-"""`OtherHosts`: the hosts and GPUs that one mesh runs on. Implements `controller.processes.place.Place`.
+"""`OtherHosts`: the hosts and GPUs that one mesh runs on.
 
 Its processes are `RemoteRanks`. The hosts' agents do all that is done to them: a process id means nothing on another
 host. A host that lacks the model gets a copy of it first.
@@ -10,13 +10,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from monarch.actor import attach_to_workers
+from monarch.actor import HostMesh, attach_to_workers
 
 from controller.launching.hosts import Tell
 from controller.processes.errors import HostLostError
-from controller.processes.place import gpu_env
+from controller.processes.place import Place, gpu_env
 from controller.processes.rank_processes import RankProcesses, stacks_text
 from ownloop_hosts.connections import forwarded_env, own_address_towards
 from ownloop_hosts.host_agent import CONTROLLER_VARIABLE
@@ -29,7 +28,7 @@ _RELEASE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class OtherHosts:
+class OtherHosts(Place):
     """Where the ranks of one mesh run: as many on each host."""
 
     controller: str
@@ -53,7 +52,7 @@ class OtherHosts:
         """The hosts, for errors."""
         return ", ".join(host.name for host in self.hosts)
 
-    def host_mesh(self, mesh: str) -> Any:
+    def host_mesh(self, mesh: str) -> HostMesh:
         """A mesh of its own for each caller: Monarch can stop it only as a whole."""
         workers = [str(host.worker) for host in self.hosts]
         return attach_to_workers(ca="trust_all_connections", workers=workers, name=f"{mesh}_hosts")
@@ -115,7 +114,7 @@ class OtherHosts:
         files, tell = await asyncio.to_thread(model_files, model), teller()
         await self._on_each(lambda host: ensure_model(host, model, files, tell))
 
-    async def check_there(self, check: Callable[..., object], *args: Any) -> None:
+    async def check_there(self, check: Callable[..., object], *args: object) -> None:
         """Runs a check on every host. Raises its ValueError, with the host's name."""
         await self._on_each(lambda host: host.ask(check, *args))
 
@@ -133,7 +132,7 @@ class OtherHosts:
             if error is not None:
                 raise error
 
-    async def release(self, host_mesh: Any) -> None:
+    async def release(self, host_mesh: HostMesh) -> None:
         """Detaches from the hosts."""
         if all(host.lost is None for host in self.hosts):
             with contextlib.suppress(Exception):

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from controller.processes.place import RunFiles
 from ownloop_hosts import files
 from ownloop_hosts.files import OtherHost, Progress
 
@@ -22,13 +23,13 @@ _POLL_S = 0.2
 _HOSTS_AT_ONCE = 8  # each has 16 MiB under way
 
 
-class HostFiles:
-    """The files of one mesh. Implements `controller.processes.place.RunFiles`."""
+class HostFiles(RunFiles):
+    """The files of one mesh."""
 
     def __init__(self, hosts: Sequence[OtherHost], num_ranks: int) -> None:
         """Each of the `hosts` has as many ranks."""
+        super().__init__(num_ranks)
         self._hosts = hosts
-        self._num_ranks = num_ranks
         self._apart: dict[Path, Sequence[OtherHost]] = {}  # by folder, the hosts that do not have it
         self._collected: dict[Path, Path] = {}  # where ranks write what is to be collected to a path
         self._has_said_so = False
@@ -98,11 +99,11 @@ class HostFiles:
         path = Path(path).absolute()
         apart = await self._hosts_apart(path.parent) if path.is_dir() else ()
         sent = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        per_host = self._num_ranks // len(self._hosts)
+        per_host = self.num_ranks // len(self._hosts)
         try:
             if apart:
                 await self._send(path, sent, apart)
-            yield [sent if self._hosts[rank // per_host] in apart else path for rank in range(self._num_ranks)]
+            yield [sent if self._hosts[rank // per_host] in apart else path for rank in range(self.num_ranks)]
         finally:
             with suppress(Exception):  # the agent of a host that is lost removes the folder itself
                 await asyncio.gather(*(host.ask(files.remove, sent) for host in apart))

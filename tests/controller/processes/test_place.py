@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from controller.processes.place import ThisHost
+from controller.processes.place import Place
 
 
 async def test_every_path_is_itself(tmp_path: Path) -> None:
-    path, files = tmp_path / "runs" / "step-1", ThisHost().files(2)
+    path, files = tmp_path / "runs" / "step-1", Place().files(2)
 
     assert await files.to_write(path) == path
     await files.collect(path)

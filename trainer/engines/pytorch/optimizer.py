@@ -194,13 +194,7 @@ class Optimizer:
             state.update({name: move(value) for name, value in state.items()})
 
     def loaded(self) -> None:
-        """Must be called after the tensors of `state` were filled.
-
-        Checkpoints of earlier versions count Muon's steps above 0; their second moment is 0 and their first is not.
-        """
-        for state in self._adamw.state.values():
-            if state["step"] > 0 and not _local(state["exp_avg_sq"]).any() and _local(state["exp_avg"]).any():
-                state["step"].neg_()
+        """Must be called after the tensors of `state` were filled."""
         self._of_muon = {parameter for parameter, state in self._adamw.state.items() if state["step"] < 0}
         self.forget_unused()
 
