@@ -6,7 +6,7 @@ Learning rate, clip norm and the like come with each step instead. Loads no torc
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import field, fields
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -190,22 +190,6 @@ class TrainerConfig(LayoutConfig):
             raise ValueError(f"the engine {self.engine!r} replays no routes; use one of the engines {able}, or none")
         if self.compile:
             raise ValueError("TrainerConfig.compile is True, which replays no routes; switch one of the two off")
-
-
-def parse_layout(text: str) -> Mapping[str, Any]:
-    """`tensor_parallel=2,sequence_parallel=False` as fields. Raises ValueError, naming those there are."""
-    values: dict[str, Any] = {}
-    types = {field.name: type(field.default) for field in fields(LayoutConfig)}
-    for part in text.split(","):
-        name, equals, value = part.partition("=")
-        if not equals or name not in types:
-            raise ValueError(f"layout is {text!r}; it must be like tensor_parallel=2, with fields {', '.join(types)}")
-        try:
-            values[name] = {"True": True, "False": False}[value] if types[name] is bool else types[name](value)
-        except (ValueError, KeyError):
-            needed = "True or False" if types[name] is bool else "a whole number"
-            raise ValueError(f"layout {name} is {value!r}; it must be {needed}") from None
-    return values
 
 
 def trainer_env(config: TrainerConfig, *, has_gpu: bool | None = None) -> dict[str, str]:

@@ -15,17 +15,15 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import wraps
 from types import CoroutineType
-from typing import Any, ParamSpec, TypedDict, get_args
+from typing import Any, ParamSpec, get_args
 
 from controller.handles.adapters import BoundGenerator
-from controller.handles.generator_handle import GeneratorHandle
 from controller.handles.replicas import PrefixAffinity, Replica, ReplicaSet, ReplicaState, StoppableGenerator
 from controller.processes.errors import MeshError
 from generator.config import OnFailure
-from generator.openai_calls import OpenAICall, OpenAIReply
 from rl.checks import check_at_least, check_known
 from rl.images import join_tokens
 from rl.lora import LivePolicy, Policy
@@ -37,15 +35,6 @@ P = ParamSpec("P")
 _MAX_LEAD = 32  # samples in progress; a computed prefix is not worth waiting for more of them
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, *(60.0,) * 9)
 _MAX_FAILURES = 3  # a request whose replicas died so many times is taken for the cause, and not retried again
-
-
-class PullOptions(TypedDict):
-    """Keywords of `rl.protocols.Generator.pull_model_state_dict`."""
-
-    policy: LivePolicy
-    frozen: bool
-    mode: PullMode
-    keep_prefix_cache: bool
 
 
 def shielded(method: Callable[P, Awaitable[None]]) -> "Callable[P, CoroutineType[Any, Any, None]]":
@@ -175,7 +164,6 @@ class GeneratorRouter:
         differ otherwise.
         """
         pulled: Policy = (policy, version) if frozen else policy
-        options = PullOptions(policy=policy, frozen=frozen, mode=mode, keep_prefix_cache=keep_prefix_cache)
         num_failures = 0
         while True:
             await self._replicas.wait_for(Replica.can_pull)
@@ -184,22 +172,22 @@ class GeneratorRouter:
                 generators = [replica.generator for replica in replicas]
                 for replica in replicas:
                     replica.pulling.add(pulled)
-                outcomes = await asyncio.gather(
-                    *(each.pull_model_state_dict(version, **options) for each in generators), return_exceptions=True
+                pulls = (
+                    each.pull_model_state_dict(
+                        version, policy=policy, frozen=frozen, mode=mode, keep_prefix_cache=keep_prefix_cache
+                    )
+                    for each in generators
                 )
+                outcomes = await asyncio.gather(*pulls, return_exceptions=True)
                 if is_loaded := None in outcomes:
                     self._versions[pulled] = version
                     if not keep_prefix_cache:
                         self._cache_resets[pulled] = next(self._resets)
                 others: list[BaseException] = []
                 for replica, generator, error in zip(replicas, generators, outcomes, strict=True):
-                    replica.pulling.discard(pulled)
                     has_died = isinstance(error, MeshError) and error.mesh == generator.name
                     others += [] if error is None or has_died else [error]
-                    if error is None:
-                        replica.missing.discard(pulled)
-                    elif replica.up and (has_died or is_loaded):  # no request noticed it during the pull
-                        self._restart(replica, error)
+                    self._end_pull(replica, pulled, error, restarts=has_died or is_loaded)
                 await self._replicas.notify()
             if is_loaded:
                 return
@@ -208,6 +196,13 @@ class GeneratorRouter:
             num_failures += bool(replicas)  # there is none if the last one died between the wait and the lock
             if replicas and (self._on_failure == "raise" or num_failures == _MAX_FAILURES):
                 raise next(error for error in outcomes if error is not None)
+
+    def _end_pull(self, replica: Replica, pulled: Policy, error: BaseException | None, *, restarts: bool) -> None:
+        replica.pulling.discard(pulled)
+        if error is None:
+            replica.missing.discard(pulled)
+        elif replica.up and restarts:  # no request noticed it during the pull
+            self._restart(replica, error)
 
     async def drop_policy(self, policy: Policy) -> None:
         """Every replica forgets an adapter, or a frozen version of one. Raises ValueError if no replica has it."""
@@ -360,40 +355,3 @@ async def evaluator_of(generator: Generator) -> Generator:
         return generator
     await router.evaluator.pull_model_state_dict(await router.version(policy), policy=policy)
     return router.evaluator if policy is None else BoundGenerator(router.evaluator, policy)
-
-
-async def openai(router: GeneratorRouter, call: OpenAICall) -> OpenAIReply:
-    """Answers a request on one replica; on another if that dies before it has answered or begun a stream.
-
-    Raises as `GeneratorHandle.openai`. A stream whose replica dies raises `MeshError`: half of it cannot be taken back.
-    """
-    answering = _answer(router, call)
-    try:
-        first = await anext(answering)
-    except MeshError:
-        answering = _answer(router, call)
-        first = await anext(answering)
-    assert isinstance(first, OpenAIReply)
-    if isinstance(first.body, str):
-        await answering.aclose()
-        return first
-    return OpenAIReply(status=first.status, body=_events(answering))
-
-
-async def _answer(router: GeneratorRouter, call: OpenAICall) -> AsyncGenerator[OpenAIReply | str]:
-    """Yields the reply, and then the events of its stream. Its replica counts as busy until the end."""
-    async with router.replica(call.begins_with, 1, call.policy) as replica:
-        assert isinstance(replica.generator, GeneratorHandle)
-        reply = await replica.generator.openai(call)
-        yield reply
-        if not isinstance(reply.body, str):
-            async with aclosing(reply.body) as events:
-                async for event in events:
-                    yield event
-
-
-async def _events(answering: AsyncGenerator[OpenAIReply | str]) -> AsyncGenerator[str]:
-    async with aclosing(answering) as events:
-        async for event in events:
-            assert isinstance(event, str)
-            yield event

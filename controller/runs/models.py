@@ -19,7 +19,6 @@ from typing import Any
 
 from controller.launching.hosts import Tell
 from rl.checks import did_you_mean
-from rl.rollouts.tokenizer import load_tokenizer
 from rl.system.disk import cache_directory
 from rl.system.hf_config import check_architecture, inspect_model
 from rl.system.model_files import INDEX_FILE, OTHER_PATTERNS, SINGLE_FILE, TEMPLATES_FOLDER, indexed_names
@@ -66,26 +65,6 @@ def pinned(name: str, tell: Tell = _silent) -> str:
     if on_hub is None or on_hub.is_pinned:
         return name
     return f"{on_hub.repository}@{resolve_model(name, tell).name}"
-
-
-def resolve_teacher(name_or_path: str, student: Path, tell: Tell = _silent) -> Path:
-    """`resolve_model` for a model that scores the student's tokens.
-
-    Raises ValueError as `resolve_model` does, and if the teacher's tokenizer differs from the student's, because the
-    same text would then be other tokens.
-    """
-    try:
-        teacher = resolve_model(name_or_path, tell)
-    except ValueError as error:
-        raise ValueError(f"teacher: {error}; the recipe's file says how its teacher is made") from None
-    ours, theirs = (load_tokenizer(path).get_vocab() for path in (student, teacher))
-    if ours != theirs:
-        differing = len({token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)})
-        raise ValueError(
-            f"teacher {teacher} has another tokenizer than the student {student}: {differing} of "
-            f"{len(ours.keys() | theirs.keys())} tokens differ; a teacher of the same family is needed"
-        )
-    return teacher
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 from controller.runs.checkpoints import DataPosition
 from controller.runs.loop_config import HeldOut, RolloutLoopConfig
-from controller.runs.models import resolve_model, resolve_teacher
+from controller.runs.models import resolve_model
 from controller.runs.recording import RecordedEnv
 from generator.config import GeneratorConfig
 from rl.envs.jsonl import JsonlProblem
@@ -66,12 +66,7 @@ class RolloutSource:
         self._config = config
         self._time_limit_s = config.env_time_limit_s or time_limit_of(config.env)
         self._recording = config.env if isinstance(config.env, RecordedEnv) else None
-        self._tell = tell
         self._data = data
-
-    def resolve_teacher(self, name_or_path: str) -> Path:
-        """The directory of a model that can score the policy's tokens. Raises ValueError for another tokenizer."""
-        return resolve_teacher(name_or_path, self.model, self._tell)
 
     async def sample_group(self, generator: Generator, number: int, num_samples: int) -> Group:
         """Group `number`, from 0, of the training stream: the same problem and seeds that `sample` gives it."""

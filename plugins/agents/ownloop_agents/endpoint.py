@@ -28,13 +28,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from controller.handles.adapters import BoundGenerator
-from controller.handles.generator_router import GeneratorRouter, openai
+from controller.handles.generator_router import GeneratorRouter
 from controller.processes.errors import MeshError
 from generator.openai_calls import OpenAICall, OpenAIReply
 from ownloop_agents.open_session import OpenSession, SessionEndedError, SessionLimits
 from ownloop_agents.records import RECORD, SERVING, CallRecord, SessionRequest
 from ownloop_agents.sessions import ModelCall
 from ownloop_agents.splicing import whole_tokens
+from ownloop_server.replica_calls import openai
 from ownloop_server.web import MAX_JSON_VALUES, Server, first_or_gone, has_too_many_values, listen
 from rl.lora import Policy
 from rl.protocols import Generator

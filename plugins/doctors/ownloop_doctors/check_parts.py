@@ -4,7 +4,7 @@ import importlib
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -18,7 +18,7 @@ from controller.commands.recipes import find_recipe, load_recipe, runnable_confi
 from controller.runs.loop_config import options_of
 from rl.checks import errors_of_user_code, see_working_directory
 from rl.system.plugins import how_to_install, is_installed
-from trainer.config import parse_layout
+from trainer.config import LayoutConfig
 from trainer.engine_table import find_engine
 
 if TYPE_CHECKING:
@@ -103,6 +103,22 @@ def load_env(name: str) -> "Env":
         found: Any = getattr(importlib.import_module(module), attribute)
         made: Any = found() if callable(found) else found
     return made
+
+
+def parse_layout(text: str) -> dict[str, Any]:
+    """`tensor_parallel=2,sequence_parallel=False` as fields. Raises ValueError, naming those there are."""
+    values: dict[str, Any] = {}
+    types = {field.name: type(field.default) for field in fields(LayoutConfig)}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if not equals or name not in types:
+            raise ValueError(f"layout is {text!r}; it must be like tensor_parallel=2, with fields {', '.join(types)}")
+        try:
+            values[name] = {"True": True, "False": False}[value] if types[name] is bool else types[name](value)
+        except (ValueError, KeyError):
+            needed = "True or False" if types[name] is bool else "a whole number"
+            raise ValueError(f"layout {name} is {value!r}; it must be {needed}") from None
+    return values
 
 
 @dataclass(frozen=True, kw_only=True)

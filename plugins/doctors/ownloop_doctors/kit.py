@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 from torch.multiprocessing import ProcessRaisedException
 
+from ownloop_doctors.check_parts import parse_layout
 from ownloop_doctors.one_rank import MODEL_CHECKS, STATE_CHECKS, Subject
 from ownloop_doctors.several_ranks import LAYOUT_CHECKS, Build, LayoutResults, layout_script, run_layout
 from rl.checks import see_working_directory
 from rl.tiny_models import tiny_llama, tiny_qwen3
-from trainer.config import TrainerConfig, parse_layout
+from trainer.config import TrainerConfig
 from trainer.engine_table import find_engine
 from trainer.engines import load_engine
 from trainer.engines.base import Engine

@@ -10,13 +10,14 @@ import pytest
 from torch import Tensor
 
 from controller.commands.cli import main
+from ownloop_doctors.check_parts import parse_layout
 from ownloop_doctors.kit import Finding, check_engine
 from ownloop_doctors.one_rank import MODEL_CHECKS, STATE_CHECKS, Subject
 from rl.losses import Loss
 from rl.tiny_models import tiny_llama
 from rl.types import AdamParams, ForwardBackwardOutput, OptimStepOutput
 from tests.made_up_plugin import write_plugin
-from trainer.config import TrainerConfig, parse_layout
+from trainer.config import TrainerConfig
 from trainer.engine_table import ENGINES, find_engine
 from trainer.engines import load_engine
 from trainer.engines.base import Engine, Microbatch

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ownloop_families.shapes import ROUTED_OPTIONS, RoutedShape, Yarn, read_routed, read_yarn, yarn_scale
+from ownloop_families.shapes import ROUTED_OPTIONS, RoutedShape, Yarn, check_experts, read_routed, read_yarn, yarn_scale
 from rl.system.decoders import TensorSize, read_sizes, refuse_options, rope_parameters
 from rl.system.hf_config import ModelFamily
 from trainer.config import TrainerConfig
@@ -78,13 +78,13 @@ class DeepseekShape(RoutedShape):
 
 def check(config: TrainerConfig, settings: Mapping[str, Any]) -> None:
     """The row's `check`: transformers has one kind of router, and vLLM takes another where none is named."""
-    del config
     for key, needed in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if settings.get(key) != needed:
             raise ValueError(
                 f"config.json: {key} is {settings.get(key)!r}; it must be {needed!r}, or trainer and generator would "
                 "choose experts in different ways"
             )
+    check_experts(config, settings, decoder)
 
 
 def decoder(config: Mapping[str, Any]) -> DeepseekShape:

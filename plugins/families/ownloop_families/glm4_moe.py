@@ -5,14 +5,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ownloop_families.shapes import ROUTED_OPTIONS, RoutedShape, read_plain_rope, read_rotary_dim, read_routed
+from ownloop_families.shapes import (
+    ROUTED_OPTIONS,
+    RoutedShape,
+    check_experts,
+    read_plain_rope,
+    read_rotary_dim,
+    read_routed,
+)
 from rl.system.decoders import TensorSize, read_sizes, refuse_options
 from rl.system.hf_config import ModelFamily
 from rl.types import Head
+from trainer.config import TrainerConfig
 
 FAMILY = ModelFamily(
     architectures=("Glm4MoeForCausalLM",),
     engines=("fsdp2", "torchtitan"),
+    check="ownloop_families.glm4_moe:check",
     decoder="ownloop_families.glm4_moe:decoder",
     patch_cpu="ownloop_families.routes:patch_routes",
     tiny="ownloop_families.glm4_moe:tiny",
@@ -39,6 +48,11 @@ class Glm4MoeShape(RoutedShape):
             yield TensorSize((self.head_dim,), "vector", 2)
         if self.attention_bias:
             yield from self.biases()
+
+
+def check(config: TrainerConfig, settings: Mapping[str, Any]) -> None:
+    """The row's `check`: experts in the layout."""
+    check_experts(config, settings, decoder)
 
 
 def decoder(config: Mapping[str, Any]) -> Glm4MoeShape:

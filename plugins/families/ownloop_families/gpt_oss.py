@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ownloop_families.shapes import WITHOUT_CONTEXTS, MixtureShape, Yarn, read_experts, read_yarn
+from ownloop_families.shapes import WITHOUT_CONTEXTS, MixtureShape, Yarn, check_experts, read_experts, read_yarn
 from rl.system.decoders import TensorSize, read_sizes, refuse_options, rope_parameters
 from rl.system.hf_config import ModelFamily
 from trainer.config import TrainerConfig
@@ -66,7 +66,6 @@ class GptOssShape(MixtureShape):
 
 def check(config: TrainerConfig, settings: Mapping[str, Any]) -> None:
     """The row's `check`: vLLM has one order of layers, one activation, and always YaRN."""
-    del config
     rope = settings.get("rope_parameters") or {"rope_type": "yarn"}
     alternating = _alternating(settings["num_hidden_layers"])
     for key, found, agreed in (
@@ -77,6 +76,7 @@ def check(config: TrainerConfig, settings: Mapping[str, Any]) -> None:
     ):
         if found != agreed:
             raise ValueError(f"config.json: {key} is {found!r}; vLLM and transformers agree only on {agreed!r}")
+    check_experts(config, settings, decoder)
 
 
 def decoder(config: Mapping[str, Any]) -> GptOssShape:

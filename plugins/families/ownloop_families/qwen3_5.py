@@ -5,15 +5,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ownloop_families.shapes import WITHOUT_CONTEXTS, MixtureShape, read_experts, read_plain_rope, read_rotary_dim
+from ownloop_families.shapes import (
+    WITHOUT_CONTEXTS,
+    MixtureShape,
+    check_experts,
+    read_experts,
+    read_plain_rope,
+    read_rotary_dim,
+)
 from rl.system.decoders import TensorSize, read_sizes, refuse_options
 from rl.system.hf_config import ModelFamily
+from trainer.config import TrainerConfig
 
 CHUNK = 64
 """Tokens whose part of a delta rule is one product of matrices, here and in fla."""
 FAMILY = ModelFamily(
     architectures=("Qwen3_5ForCausalLM",),
     engines=("fsdp2", "torchtitan"),
+    check="ownloop_families.qwen3_5:check",
     decoder="ownloop_families.qwen3_5:decoder",
     prepare="ownloop_families.gated_delta:by_documents",
     # vLLM keeps states of prefixes only with chunked prefill, which its CPU sampling does not allow.
@@ -142,6 +151,11 @@ class Qwen35Shape(MixtureShape):
     def kept_products(self, kind: int) -> int:
         """As `DecoderConfig.kept_products`."""
         return 3 * self.queries + self.keys if kind else self.channels + self.num_value_heads
+
+
+def check(config: TrainerConfig, settings: Mapping[str, Any]) -> None:
+    """The row's `check`: experts in the layout."""
+    check_experts(config, settings, decoder)
 
 
 def decoder(config: Mapping[str, Any]) -> Qwen35Shape:

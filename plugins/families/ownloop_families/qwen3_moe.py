@@ -5,14 +5,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ownloop_families.shapes import MixtureShape, read_experts
+from ownloop_families.shapes import MixtureShape, check_experts, read_experts
 from rl.system.decoders import DENSE, DenseFamily, parse_dense, read_sizes, refuse_options
 from rl.system.hf_config import ModelFamily
+from trainer.config import TrainerConfig
 
 FAMILY = ModelFamily(
     architectures=("Qwen3MoeForCausalLM",),
     engines=("torchtitan", "megatron", "fsdp2"),
     agreed={"partial_rotary_factor": 1.0, "attention_bias": False, "hidden_act": "silu"},
+    check="ownloop_families.qwen3_moe:check",
     decoder="ownloop_families.qwen3_moe:decoder",
     patch_cpu="ownloop_families.routes:patch_routes",
     tiny="ownloop_families.qwen3_moe:tiny",
@@ -31,6 +33,11 @@ class Qwen3MoeShape(MixtureShape):
     def row(self) -> DenseFamily:
         """As `DecoderConfig.row`: Qwen3's."""
         return next(row for row in DENSE if row.name == "qwen3")
+
+
+def check(config: TrainerConfig, settings: Mapping[str, Any]) -> None:
+    """The row's `check`: experts in the layout."""
+    check_experts(config, settings, decoder)
 
 
 def decoder(config: Mapping[str, Any]) -> Qwen3MoeShape:

@@ -1,11 +1,13 @@
 """What shapes of several families have: experts, sigmoid routing, YaRN. Imports no torch."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rl.system.decoders import DecoderConfig, ExpertsConfig, TensorSize, rope_parameters
+from rl.system.hardware import sees_gpu
+from trainer.config import TrainerConfig
 
 WITHOUT_COMPILING: Mapping[str, Any] = {"compile": False, "float8": "none"}
 WITHOUT_CONTEXTS: Mapping[str, Any] = {"context_parallel": 1, **WITHOUT_COMPILING}
@@ -40,6 +42,58 @@ class MixtureShape(DecoderConfig):
         yield TensorSize((count, self.dim, hidden), "expert")
         if self.shared_dim:
             yield from self.feed_forward(self.shared_dim)
+
+
+def check_experts(
+    config: TrainerConfig, settings: Mapping[str, Any], decoder: Callable[[Mapping[str, Any]], MixtureShape]
+) -> None:
+    """Raises ValueError if the engine torchtitan cannot train a model with experts in this layout or on this host.
+
+    `decoder` makes the shape of `settings`, which other engines do not need.
+    """
+    if config.engine != "torchtitan" or (moe := decoder(settings).moe) is None:
+        return
+    tensor_parallel, expert_parallel = config.tensor_parallel, config.expert_parallel
+    if tensor_parallel > 1 and expert_parallel == 1:
+        # torchtitan 0.3.0 computes wrong gradients below a layer whose experts are cut by tensor parallelism.
+        raise ValueError(
+            f"TrainerConfig.tensor_parallel is {tensor_parallel} and expert_parallel is 1; tensor parallelism cannot "
+            f"split experts, so expert_parallel must be more than 1, for example {tensor_parallel}"
+        )
+    if tensor_parallel > 1 and not config.sequence_parallel:
+        # torchtitan 0.3.0 asks for the experts' output as a partial sum, which DTensor does not redistribute to.
+        raise ValueError(
+            f"TrainerConfig.sequence_parallel is False and tensor_parallel is {tensor_parallel}; experts take "
+            "their tokens from equal parts of the sequence, so sequence_parallel must be True"
+        )
+    sharing = config.data_parallel_shard * config.context_parallel * tensor_parallel
+    if sharing % expert_parallel:
+        raise ValueError(
+            f"TrainerConfig.expert_parallel is {expert_parallel}; it must divide data_parallel_shard x "
+            f"context_parallel x tensor_parallel, which is {sharing}: "
+            f"{[n for n in range(1, sharing + 1) if sharing % n == 0]}"
+        )
+    if moe.num_experts % expert_parallel:
+        divisors = [n for n in range(1, moe.num_experts + 1) if moe.num_experts % n == 0]
+        raise ValueError(
+            f"TrainerConfig.expert_parallel is {expert_parallel}, which does not divide the model's "
+            f"{moe.num_experts} experts; they allow {divisors}"
+        )
+    if config.compile:
+        _check_compiled_experts(config)
+
+
+def _check_compiled_experts(config: TrainerConfig) -> None:
+    if config.compute_dtype == "float32":
+        raise ValueError(
+            "TrainerConfig.compile is True and compute_dtype is 'float32'; torch compiles experts in bfloat16 only, so "
+            "compute_dtype must be 'bfloat16', or compile False"
+        )
+    if not sees_gpu():
+        raise ValueError(
+            "TrainerConfig.compile is True and the model has experts, which torch does not compile on a host without "
+            "GPU; compile must be False, which is as fast on a CPU"
+        )
 
 
 def read_experts(

@@ -8,11 +8,13 @@ import torch
 
 from generator.config import GeneratorConfig
 from generator.options import engine_options
+from ownloop_families import qwen3_moe
 from rl.tiny_models import tiny_qwen3_moe
 from tests.generator.served_models import served_llama
-from tests.trainer.engines.test_decoder_config import LLAMA, check
+from tests.trainer.engines.test_decoder_config import LLAMA
 from trainer.config import TrainerConfig
 from trainer.engines.model_check import check_model
+from trainer.engines.titan.layout_check import check_layout
 
 MOE: dict[str, Any] = {
     **LLAMA,
@@ -21,6 +23,13 @@ MOE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
 }
+
+
+def check(settings: dict[str, Any], **layout: Any) -> None:
+    config = TrainerConfig(**layout)
+    check_layout(config, settings)
+    if settings is MOE:
+        qwen3_moe.check(config, settings)
 
 
 def test_gpu_logic_kernels_leave_experts_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from controller.handles.generator_router import GeneratorRouter, openai
+from controller.handles.generator_router import GeneratorRouter
 from controller.launching.launcher import Launcher
 from generator.openai_calls import OpenAICall, OpenAIReply
 from ownloop_server.answers import Throughput
 from ownloop_server.config import ModelOptions, ServeConfig
 from ownloop_server.image_chunks import ReadImage
 from ownloop_server.recovery import Snapshots
+from ownloop_server.replica_calls import openai
 from rl.lora import LivePolicy, LoRAConfig, Policy
 from rl.protocols import Generator, Trainer
 from rl.types import Completion

@@ -17,7 +17,7 @@ from pathlib import Path
 import uvicorn
 
 from controller.handles.adapters import BoundGenerator
-from controller.handles.generator_router import GeneratorRouter, openai
+from controller.handles.generator_router import GeneratorRouter
 from controller.launching.launcher import Launcher
 from controller.runs.restarts import RestartLimit
 from generator.config import LoRALimits
@@ -29,6 +29,7 @@ from ownloop_server.gateway import Gateway
 from ownloop_server.image_chunks import image_reader
 from ownloop_server.keys import Keys, needs_keys
 from ownloop_server.recovery import RecoveringAdapter, RestartingTrainer, Snapshots
+from ownloop_server.replica_calls import openai
 from ownloop_server.served_models import Places, ServedModel, WholeModels
 from ownloop_server.status import log
 from ownloop_server.web import Server, listen

@@ -10,7 +10,7 @@ from dataclasses import field, replace
 from controller.handles.offline import OfflineGeneratorConfig
 from controller.launching.launcher import Launcher
 from controller.runs import Console, Loop, RolloutLoopConfig, RolloutSource, Run, RunFolder
-from ownloop_shelf.distillation import Objective, Teachers, eval_kl
+from ownloop_shelf.distillation import Objective, Teachers, eval_kl, resolve_teacher
 from rl.configuration import configuration
 from rl.losses import token_mean
 from rl.rollouts.episodes import step_seed
@@ -46,7 +46,7 @@ async def train(config: DistillConfig, folder: RunFolder, console: Console) -> N
     run = Run(config, folder, console)
     source, objective = RolloutSource(config, run.phase, run.began, run.data), config.objective
     names = objective.models(config.teacher, source.model, source.eval_problems)
-    paths = [source.resolve_teacher(name) for name in names]
+    paths = [resolve_teacher(name, source.model, run.phase) for name in names]
     learning_rate = warmup(constant(config.learning_rate), config.warmup_steps)
 
     async def evaluate() -> Evaluation:

@@ -23,6 +23,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.launching.hosts import Tell
+from controller.runs import resolve_model
 from rl.advantages import gae, gather_scored, kl_estimates, kl_from_generator, sampled_logprobs, scatter_scored
 from rl.configuration import Positive, UpToOne, configuration, holds
 from rl.images import join_tokens
@@ -30,6 +32,7 @@ from rl.protocols import Generator, Problem, ProblemOptions, Prompt, Trainer, gi
 from rl.rollouts.episodes import rollout_to_datum, with_inputs
 from rl.rollouts.evaluation import Measurement
 from rl.rollouts.rendering import Renderer
+from rl.rollouts.tokenizer import load_tokenizer
 from rl.sampling import MAX_TOPK_LOGPROBS
 from rl.system.hf_config import read_config
 from rl.types import Datum, ForwardBackwardOutput, Group, Rollout, SamplingParams, Turn
@@ -333,3 +336,23 @@ async def eval_kl(teachers: Teachers, problems: Sequence[Problem], sampling: Sam
     graded = await replace(teachers, objective=objective).grade(groups, {problem.id: problem for problem in problems})
     pairs = zip(sampled_logprobs(graded.sampled), gather_scored(graded.sampled, graded.logprobs), strict=True)
     return Measurement(values=np.array([kl_estimates(q, f, "k3").mean() for q, f in pairs]))
+
+
+def resolve_teacher(name_or_path: str, student: Path, tell: Tell) -> Path:
+    """`resolve_model` for a model that scores the student's tokens.
+
+    Raises ValueError as `resolve_model` does, and if the teacher's tokenizer differs from the student's, because the
+    same text would then be other tokens.
+    """
+    try:
+        teacher = resolve_model(name_or_path, tell)
+    except ValueError as error:
+        raise ValueError(f"teacher: {error}; the recipe's file says how its teacher is made") from None
+    ours, theirs = (load_tokenizer(path).get_vocab() for path in (student, teacher))
+    if ours != theirs:
+        differing = len({token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)})
+        raise ValueError(
+            f"teacher {teacher} has another tokenizer than the student {student}: {differing} of "
+            f"{len(ours.keys() | theirs.keys())} tokens differ; a teacher of the same family is needed"
+        )
+    return teacher

@@ -15,10 +15,16 @@ def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLi
     """The engine's `LayoutCheck`."""
     decoder = parse_decoder_config(hf_config)
     _check_proven(config, decoder)
-    _check_tensor_parallel(config, decoder)
-    _check_expert_parallel(config, decoder)
+    check_divides(config, decoder)
+    if config.expert_parallel > 1 and decoder.moe is None:
+        raise ValueError(
+            f"TrainerConfig.expert_parallel is {config.expert_parallel}; this model has no experts, so it must be 1"
+        )
     _check_stages(config, decoder)
-    _check_hardware(config, has_experts=decoder.moe is not None)
+    if config.float8 != "none":
+        _check_float8(config)
+    if config.compile and not sees_gpu():
+        _check_compile(config)
     return ModelLimits(vocab_size=decoder.vocab_size, max_seq_len=decoder.max_seq_len)
 
 
@@ -53,48 +59,6 @@ def check_divides(config: TrainerConfig, decoder: DecoderConfig) -> None:
             )
 
 
-def _check_tensor_parallel(config: TrainerConfig, decoder: DecoderConfig) -> None:
-    check_divides(config, decoder)
-    tensor_parallel = config.tensor_parallel
-    if decoder.moe is None or tensor_parallel == 1:
-        return
-    if config.expert_parallel == 1:
-        # torchtitan 0.3.0 computes wrong gradients below a layer whose experts are cut by tensor parallelism.
-        raise ValueError(
-            f"TrainerConfig.tensor_parallel is {tensor_parallel} and expert_parallel is 1; tensor parallelism cannot "
-            f"split experts, so expert_parallel must be more than 1, for example {tensor_parallel}"
-        )
-    if not config.sequence_parallel:
-        # torchtitan 0.3.0 asks for the experts' output as a partial sum, which DTensor does not redistribute to.
-        raise ValueError(
-            f"TrainerConfig.sequence_parallel is False and tensor_parallel is {tensor_parallel}; experts take "
-            "their tokens from equal parts of the sequence, so sequence_parallel must be True"
-        )
-
-
-def _check_expert_parallel(config: TrainerConfig, decoder: DecoderConfig) -> None:
-    if config.expert_parallel == 1:
-        return
-    sharing = config.data_parallel_shard * config.context_parallel * config.tensor_parallel
-    if sharing % config.expert_parallel:
-        raise ValueError(
-            f"TrainerConfig.expert_parallel is {config.expert_parallel}; it must divide data_parallel_shard x "
-            f"context_parallel x tensor_parallel, which is {sharing}: "
-            f"{[n for n in range(1, sharing + 1) if sharing % n == 0]}"
-        )
-    if decoder.moe is None:
-        raise ValueError(
-            f"TrainerConfig.expert_parallel is {config.expert_parallel}; this model has no experts, so it must be 1"
-        )
-    num_experts = decoder.moe.num_experts
-    if num_experts % config.expert_parallel:
-        divisors = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
-        raise ValueError(
-            f"TrainerConfig.expert_parallel is {config.expert_parallel}, which does not divide the model's "
-            f"{num_experts} experts; they allow {divisors}"
-        )
-
-
 def _check_stages(config: TrainerConfig, decoder: DecoderConfig) -> None:
     pipeline_parallel, num_stages = config.pipeline_parallel, config.num_stages
     if pipeline_parallel > 1 and decoder.tie_embeddings and config.head == "lm":
@@ -110,14 +74,6 @@ def _check_stages(config: TrainerConfig, decoder: DecoderConfig) -> None:
             f"has {decoder.num_layers} layers and every stage needs one, so it must be at most {largest}"
             + (", or pipeline_schedule '1F1B', which makes half as many" if num_stages > pipeline_parallel else "")
         )
-
-
-def _check_hardware(config: TrainerConfig, *, has_experts: bool) -> None:
-    """Raises ValueError for an option that would fail on this host, naming what is missing and what would work."""
-    if config.float8 != "none":
-        _check_float8(config)
-    if config.compile:
-        _check_compile(config, has_experts)
 
 
 def _check_float8(config: TrainerConfig) -> None:
@@ -144,19 +100,12 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability()
 
 
-def _check_compile(config: TrainerConfig, has_experts: bool) -> None:
-    if has_experts and config.compute_dtype == "float32":
+def _check_compile(config: TrainerConfig) -> None:
+    """Raises ValueError if this host, which has no GPU, cannot compile the model."""
+    if config.tensor_parallel > 1:
         raise ValueError(
-            "TrainerConfig.compile is True and compute_dtype is 'float32'; torch compiles experts in bfloat16 only, so "
-            "compute_dtype must be 'bfloat16', or compile False"
-        )
-    if sees_gpu():
-        return
-    if has_experts or config.tensor_parallel > 1:
-        reason = "the model has experts" if has_experts else f"tensor_parallel is {config.tensor_parallel}"
-        raise ValueError(
-            f"TrainerConfig.compile is True and {reason}, which torch does not compile on a host without GPU; compile "
-            "must be False, which is as fast on a CPU"
+            f"TrainerConfig.compile is True and tensor_parallel is {config.tensor_parallel}, which torch does not "
+            "compile on a host without GPU; compile must be False, which is as fast on a CPU"
         )
     # Imported here because they take seconds to import.
     from torch._inductor.cpp_builder import get_cpp_compiler
