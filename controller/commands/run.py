@@ -63,7 +63,8 @@ class Run(OfRuns, TakesFields):
             wrong = {"--at": self.at is not None, "--restore": self.restore is not None}
             reason = "is for --fork; a recipe is run from its beginning"
         elif self.recipe is not None:
-            raise ValueError(f"unexpected argument {self.recipe}")
+            option = "--resume" if self.resume else "--fork"
+            raise ValueError(f"RECIPE is {self.recipe!r} beside {option}, whose run has its recipe; leave it out")
         else:
             wrong = {"--replay": self.replay is not None}
             reason = "is for a run of a recipe"

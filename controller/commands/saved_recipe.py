@@ -21,10 +21,11 @@ PARENT_FILE = "parent.json"
 
 def find_run(name: str, runs: Path) -> Path:
     """The folder of a run given by path or by its name within `runs`. Raises ValueError if there is no such run."""
-    for path in (Path(name), runs / name):
+    paths = dict.fromkeys((Path(name), runs / name))
+    for path in paths:
         if (path / CONFIG_FILE).is_file():
             return path
-    raise ValueError(f"there is no run {name}: neither {Path(name)} nor {runs / name} holds a {CONFIG_FILE}")
+    raise ValueError(f"there is no run {name}: no {CONFIG_FILE} in {' or '.join(map(str, paths))}")
 
 
 def save_recipe(folder: Path, file: Path, options: Sequence[str], recording: Path | None = None, **more: Any) -> None:

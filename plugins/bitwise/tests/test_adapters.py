@@ -47,7 +47,10 @@ async def _sample(engine: GenerationEngine) -> dict[Policy, Sampled]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["exaone4", "gemma2", "gemma3", "llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("exaone4", "gemma2", "gemma3", "qwen2", "qwen3"))],
+)
 def test_log_probs_of_several_adapters_in_one_batch_are_the_trainers(
     family: str, dtype: Any, tmp_path: Path, build_engine: EngineFactory
 ) -> None:

@@ -28,6 +28,8 @@ pytestmark = pytest.mark.vllm
 
 FAMILIES = ("ernie4_5", "exaone4", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen3", "windows")
 """Of the core's table; "windows" is a Mistral with sliding windows."""
+OFTEN = ("gemma2", "llama")
+"""Families that are tried at every change; the others are second proofs."""
 KINDS = (
     SamplingParams(max_tokens=30, ignore_eos=True),
     SamplingParams(max_tokens=9, temperature=0.7),
@@ -78,7 +80,7 @@ def num_different(batch: Sequence[Datum], logprobs: Sequence[NDArray[np.float32]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f if f in OFTEN else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
 def test_log_probs_are_the_trainers_before_and_after_a_push(
     family: str, dtype: Any, tmp_path: Path, build_engine: EngineFactory
 ) -> None:
@@ -102,7 +104,13 @@ def test_log_probs_are_the_trainers_before_and_after_a_push(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gemma2", "bfloat16")])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("gemma2", "bfloat16"),
+        *(pytest.param("llama", dtype, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")),
+    ],
+)
 def test_a_request_is_answered_the_same_alone_and_among_others(
     family: str, dtype: Any, tmp_path: Path, build_engine: EngineFactory
 ) -> None:

@@ -40,13 +40,15 @@ def _write(rank: int, config: TrainerConfig, folder: Path) -> None:
     ("family", "options"),
     [
         ("qwen3", {"data_parallel_shard": 2}),
-        ("gemma2", {"data_parallel_shard": 2}),
-        ("qwen3", {"data_parallel_replicate": 2, "activation_checkpointing": "full"}),
+        pytest.param("gemma2", {"data_parallel_shard": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            *("qwen3", {"data_parallel_replicate": 2, "activation_checkpointing": "full"}), marks=pytest.mark.slow
+        ),
         ("qwen3", {"data_parallel_shard": 2, "lora": LoRAConfig(rank=4)}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_ranks_compute_what_one_does(dtype: Any, family: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = tiny_dense(family, tmp_path / "model", **SERVABLE)
     config = TrainerConfig(

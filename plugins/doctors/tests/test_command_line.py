@@ -28,7 +28,7 @@ def test_a_long_path_is_not_cut_in_two(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_run_or_a_model_that_is_not_there_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert_one_sentence(["compare", "a", "b"], "there is no run a: neither a nor runs/a holds a config.json", capfd)
+    assert_one_sentence(["compare", "a", "b"], "there is no run a: no config.json in a or runs/a", capfd)
     assert_one_sentence(["model", "smollm2"], "model 'smollm2' is neither a local directory nor a known name", capfd)
     assert not list(here.iterdir())
 

@@ -202,7 +202,7 @@ FAULTS: dict[str, tuple[str, Fault, str]] = {
 """What is wrong -> the check that is for it, how it is planted, and what the check says."""
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named_by_its_check(
     server: RunningServer, model: Path, monkeypatch: pytest.MonkeyPatch, fault: str

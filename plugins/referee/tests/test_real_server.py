@@ -8,7 +8,7 @@ import pytest
 from ownloop_referee.command import CHECKS, CheckTinker
 from plugins.server.tests.tiny_server import serving_tiny_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("in_process")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("in_process")]
 
 
 def test_our_server_passes_all_checks(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
             "error: the recording ",
         ),
         (("show", "runs/gone"), "error: runs/gone is neither a recipe's file, which ends in .py, nor a run"),
-        (("export", "a", "--to", "b"), "error: there is no run a: neither a nor runs/a holds a config.json"),
+        (("export", "a", "--to", "b"), "error: there is no run a: no config.json in a or runs/a"),
         (("chat", "smollm2"), "error: model 'smollm2' is neither a local directory nor a known name"),
     ],
 )

@@ -54,7 +54,7 @@ def test_words_become_a_command(words: str, command: Any) -> None:
         (["runs", "--rans", "x"], "unknown option --rans; did you mean '--runs'?"),
         (["run", "--resume", "a", "--name", "b"], "--name is for a new run; --resume continues in the folder of a"),
         (["run", "--resume", "a", "--fork", "b"], "--resume continues a run and --fork begins a new one; give one"),
-        (["run", "a", "--resume", "b"], "unexpected argument a"),
+        (["run", "a", "--resume", "b"], "RECIPE is 'a' beside --resume"),
     ],
 )
 def test_a_mistake_is_one_sentence(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -204,7 +204,7 @@ def test_runs_are_found_by_path_and_by_name(tmp_path: Path) -> None:
     run = _run(tmp_path)
     assert find_run(str(run), Path("elsewhere")) == run
     assert find_run("a", run.parent) == run
-    with pytest.raises(ValueError, match=r"there is no run b: neither b nor .*runs/b holds a config\.json"):
+    with pytest.raises(ValueError, match=r"there is no run b: no config\.json in b or .*runs/b"):
         find_run("b", run.parent)
 
 

@@ -34,7 +34,7 @@ def test_the_last_evaluation_and_the_last_step_are_shown(tmp_path: Path, capfd: 
     assert "earlier" not in text
     assert "answer 2" not in text
     assert _show(str(folder.path), Path("elsewhere"), capfd) == text
-    with pytest.raises(ValueError, match="unexpected argument --num-steps"):
+    with pytest.raises(ValueError, match="--num-steps is given for mine"):
         _show("mine", tmp_path / "runs", capfd, "--num-steps", "3")
 
 
