@@ -89,7 +89,7 @@ class Show(OfRuns, TakesFields):
                 print(json.dumps(to_json(config), indent=2), file=output.terminal)
                 return 0
             if self.fields:
-                raise ValueError(f"{self.fields[0]} is given for {self.recipe}, a run, whose fields are set; show a recipe")
+                raise ValueError(f"{self.fields[0]} is given for {self.recipe}, a run, whose fields are set")
             from controller.runs.console import Console
 
             console = Console(output.terminal)
