@@ -142,7 +142,9 @@ WORKS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [c if c in ("script", "pytest") else pytest.param(c, marks=pytest.mark.slow) for c in COMMANDS]
+)
 async def test_no_work_that_solves_nothing_is_paid(command: str) -> None:
     limit = asyncio.Semaphore(2)
 

@@ -187,7 +187,10 @@ def _largest_move(engine: Engine, config: TrainerConfig, params: AdamParams) -> 
 
 
 @pytest.mark.stranger("2.C1")
-@pytest.mark.parametrize(("first", "second"), [*itertools.product(KINDS, KINDS)])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [*itertools.permutations(KINDS, 2), *(pytest.param(kind, kind, marks=pytest.mark.slow) for kind in KINDS)],
+)
 def test_no_element_leaps_after_a_change_of_optimizer_engine_dtype_or_place(
     first: str, second: str, tmp_path: Path
 ) -> None:
