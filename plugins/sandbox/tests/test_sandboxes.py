@@ -238,7 +238,6 @@ async def test_many_programs_at_once_leave_nothing(tmp_path: Path, monkeypatch: 
         async with limit:
             return await in_a_box("namespaces", place, use)
 
-    limit = asyncio.Semaphore(1)
     limit = asyncio.Semaphore(16)
     said = await asyncio.gather(*map(one, range(40)))
     assert said[1::2] == ["42\n"] * 20
