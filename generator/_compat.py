@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from vllm.v1.outputs import SamplingMaskLists
+from vllm.v1.outputs import LogprobsTensors, SamplingMaskLists
 
 
 def patch_masks() -> None:
@@ -40,9 +40,11 @@ def patch_prompt_logprobs(runner: Any) -> None:
 def _patch_second_runner(runner: Any) -> None:
     """The one for GPUs scores all tokens of a step, in pieces, and picks the prompts' tokens afterwards."""
     worker = runner.prompt_logprobs_worker
-    original: Callable[..., dict[str, Any]] = worker.compute_prompt_logprobs
+    original: Callable[..., dict[str, LogprobsTensors]] = worker.compute_prompt_logprobs
 
-    def by_adapters(compute_logits: Callable[..., Any], hidden_states: Any, batch: Any, *rest: Any) -> dict[str, Any]:
+    def by_adapters(
+        compute_logits: Callable[[torch.Tensor], torch.Tensor], hidden_states: torch.Tensor, batch: Any, *rest: object
+    ) -> dict[str, LogprobsTensors]:
         _, of_tokens, active = runner.lora_state.make_lora_inputs(
             batch.req_ids, batch.idx_mapping_np, batch.num_scheduled_tokens
         )
@@ -60,11 +62,13 @@ def _patch_second_runner(runner: Any) -> None:
 
 def _patch_first_runner(runner: Any) -> None:
     """The one for CPUs scores the prompts of a step one after the other."""
-    original: Callable[..., dict[str, Any]] = runner._get_prompt_logprobs_dict
+    original: Callable[..., dict[str, LogprobsTensors | None]] = runner._get_prompt_logprobs_dict
 
-    def one_by_one(hidden_states: torch.Tensor, num_scheduled_tokens: Mapping[str, int]) -> dict[str, Any]:
+    def one_by_one(
+        hidden_states: torch.Tensor, num_scheduled_tokens: Mapping[str, int]
+    ) -> dict[str, LogprobsTensors | None]:
         wanted: dict[str, int] = runner.num_prompt_logprobs
-        scored: dict[str, Any] = {}
+        scored: dict[str, LogprobsTensors | None] = {}
         try:
             # Ranks gather logits together, so all take requests in one order: that in which they were scheduled.
             for name in [name for name in wanted if name in num_scheduled_tokens]:

@@ -240,7 +240,7 @@ class GeneratorConfig:
                 f"GeneratorConfig.max_model_len is {self.max_model_len}; this model's context is {longest}"
             )
 
-    def _check_routes(self, model: Mapping[str, Any], family_args: Mapping[str, Any]) -> None:
+    def _check_routes(self, model: Mapping[str, Any], family_args: Mapping[str, object]) -> None:
         """Raises ValueError if vLLM cannot return the experts of this model's layers."""
         if not self.routes:
             return
@@ -335,7 +335,7 @@ def check_pull(policy: LivePolicy, config: GeneratorConfig, *, frozen: bool) -> 
         raise ValueError("frozen is True and policy is None; only versions of adapters can be frozen")
 
 
-def _check_engine_args(engine_args: Mapping[str, Any]) -> None:
+def _check_engine_args(engine_args: Mapping[str, object]) -> None:
     """Raises ValueError for all but proven options: many of vLLM's change how tokens or log-probs come about."""
     for name, value in engine_args.items():
         where = f"GeneratorConfig.engine_args[{name!r}]"

@@ -343,7 +343,7 @@ class GenerationEngine:
         if self._updates.inconsistent is not None:
             raise WeightsError(_INCOMPLETE.format(self._updates.inconsistent))
         policy = self._updates.find(request.policy)
-        prompt: Any = vllm.TokensPrompt(prompt_token_ids=list(request.prompt_tokens))
+        prompt = vllm.TokensPrompt(prompt_token_ids=list(request.prompt_tokens))
         if self._vision is not None and (images := images_of(request.prompt_tokens)):
             prompt = resolve_name(self._vision.prompt)(request.prompt_tokens, images)
         if isinstance(request, Generate):

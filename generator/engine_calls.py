@@ -23,6 +23,7 @@ from rl.lora import Policy
 from rl.types import PullMode, SamplingParams
 
 if TYPE_CHECKING:  # the imports would load torch and vLLM
+    from vllm import SamplingParams as VLLMSamplingParams
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.outputs import RequestOutput
 
@@ -51,8 +52,8 @@ class Stream:
 
     id: str
     prompt_tokens: tuple[int, ...]
-    params: Any
-    """vLLM's `SamplingParams`, with a seed."""
+    params: "VLLMSamplingParams"
+    """With a seed."""
     policy: Policy
 
 
@@ -274,7 +275,7 @@ class EngineCalls:
             while isinstance(commands[-1], Generate | Stream) and time.monotonic() < end:
                 commands.append(self._commands.get(timeout=self._burst_s))
 
-    def answer(self, command_id: str, result: Any = None, error: BaseException | None = None) -> None:
+    def answer(self, command_id: str, result: object = None, error: BaseException | None = None) -> None:
         """Answers a command. Does nothing on the ranks that were not asked, nor if the caller has given up."""
         answer = self._answers.pop(command_id, None)
         if answer is None or not answer.set_running_or_notify_cancel():

@@ -37,7 +37,7 @@ class EnginePart:
         """Variables of each rank's environment, set before the process imports anything."""
         return {}
 
-    def engine_args(self) -> Mapping[str, Any]:
+    def engine_args(self) -> Mapping[str, object]:
         """Options of vLLM's `EngineArgs`, which replace those of the core."""
         return {}
 

@@ -66,7 +66,7 @@ def configuration(kind: Any = None, *, kw_only: bool = True) -> Any:
     validated = made.__init__
 
     @functools.wraps(validated)
-    def init(self: object, *args: Any, **values: Any) -> None:
+    def init(self: object, *args: object, **values: object) -> None:
         try:
             values.update(zip((each.name for each in fields(made)), args, strict=False))
             validated(self, **{name: _plain(value) for name, value in values.items()})
@@ -121,7 +121,7 @@ def check_gpus(owner: str, gpus: Gpus, num_ranks: int) -> None:
         )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """NumPy's scalars as Python's numbers."""
     return value.item() if isinstance(value, np.generic) else value
 

@@ -37,7 +37,7 @@ class GroupedLoRA(PunicaWrapperCPU):
         lora_b_stacked: tuple[torch.Tensor, ...],
         scale: float,
         output_slices: tuple[int, ...],
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Adds B A x to y [N, all outputs]. A [L, 1, R, in] and B [L, 1, out, R] of each projection fused in y."""
         del kwargs
@@ -52,7 +52,7 @@ class GroupedLoRA(PunicaWrapperCPU):
         lora_a_stacked: torch.Tensor,
         lora_b_stacked: torch.Tensor,
         scale: float,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Adds B A x to the logits y [S, padded vocabulary]. A [L, 1, R, hidden], B [L, 1, vocabulary, R]."""
         del kwargs

@@ -18,6 +18,7 @@ import vllm.v1.worker.gpu_model_runner as model_runner
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from vllm import ir
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MultipleOf
@@ -59,16 +60,18 @@ class _ExpertsWithoutAdapters:
     Remove when vLLM chooses kernels for experts on the CPU without looking at adapters of other layers.
     """
 
-    original: Callable[[Any], Any]
+    original: Callable[[FusedMoEConfig], object]
 
-    def __call__(self, moe_config: Any) -> Any:
+    def __call__(self, moe_config: FusedMoEConfig) -> object:
         return self.original(replace(moe_config, is_lora_enabled=False))
 
 
 _rotate_halves = RotaryEmbedding.forward_cpu
 
 
-def _rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def _rotate(
+    self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Rotates queries and keys; pairs of neighbours in PyTorch, as DeepSeek-V3 and GLM-4 have them.
 
     vLLM's kernel for pairs of neighbours is wrong for all heads but the first, without an error.
@@ -174,7 +177,7 @@ class _Unwritten:
     def __init__(self, original: Callable[..., dict[str, torch.Tensor]]) -> None:
         self._original = original
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+    def __call__(self, *args: object, **kwargs: object) -> dict[str, torch.Tensor]:
         with _ZerosOfTheKernel():
             return self._original(*args, **kwargs)
 
@@ -183,8 +186,8 @@ class _ZerosOfTheKernel(TorchFunctionMode):
     """Within it, `torch.zeros(num_bytes, dtype=torch.int8, device=...)` on the CPU writes nothing."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Any, types: object, args: Sequence[int] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
         given = dict(kwargs or {})
         if func is not torch.zeros or given.get("dtype") != torch.int8 or torch.device(given["device"]).type != "cpu":
             return func(*args, **given)

@@ -53,7 +53,7 @@ def return_kept_sets(engine: LLMEngine) -> None:
     core.engine_core.scheduler.return_sampling_mask = True
 
 
-def sample_with_kept_sets(self: Any, grammar_output: Any) -> Any:
+def sample_with_kept_sets(self: Any, grammar_output: object) -> Any:
     """vLLM's own method with the kept sets in its output, if a distribution was cut."""
     sampler = self.sampler.topk_topp_sampler
     sampler.kept = None

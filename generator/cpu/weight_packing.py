@@ -75,10 +75,10 @@ class _PackFromCache:
     Remove when `python -m benchmarks.weight_growth`, whose rows are multiples of 512 bytes, is as fast without it.
     """
 
-    original: Callable[..., Any]
+    original: Callable[..., object]
     memory: _Memory = field(default_factory=_Memory)
 
-    def __call__(self, weight: Tensor, *arguments: Any, **options: Any) -> Any:
+    def __call__(self, weight: Tensor, *arguments: object, **options: object) -> object:
         """`weight` [K, N] is the transposed view of a matrix with N rows."""
         row_bytes = weight.stride(1) * weight.itemsize
         limit = _CACHED_BYTES if row_bytes % _CONFLICT_BYTES else _SCRATCH_BYTES

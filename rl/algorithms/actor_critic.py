@@ -6,7 +6,6 @@ Legend: N scored tokens of one datum, T its positions.
 import asyncio
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +54,7 @@ class PPOParams:
 
 
 async def scored(
-    batch: Sequence[Datum], policy: Trainer, critic: Trainer, reference: Trainer, loss_config: Mapping[str, Any]
+    batch: Sequence[Datum], policy: Trainer, critic: Trainer, reference: Trainer, loss_config: Mapping[str, object]
 ) -> tuple[Sequence[Datum], Arrays | None, Arrays]:
     """The batch, the critic's values and the reference's log-probs, one [T] per datum.
 

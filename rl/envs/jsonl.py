@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from rl.checks import named_function, prompt_fault
 from rl.configuration import AnyPath, Several, configuration
@@ -73,7 +73,7 @@ class JsonlReward:
             id=content_id([prompt, arguments]), prompt=prompt, score=self._reward_function(), row=arguments
         )
 
-    def _reward_function(self) -> Callable[..., Any]:
+    def _reward_function(self) -> Callable[..., float | Awaitable[float]]:
         return named_function("JsonlReward.reward", self.reward)
 
     def _split(self) -> tuple[list[Mapping[str, object]], list[Mapping[str, object]]]:
@@ -86,7 +86,7 @@ class JsonlProblem:
 
     id: str
     prompt: Prompt
-    score: Callable[..., Any]
+    score: Callable[..., float | Awaitable[float]]
     row: Mapping[str, object]
 
     def start(self) -> "JsonlProblem":

@@ -92,7 +92,7 @@ class Loss:
     """The head that the model must have; None for a user's function, which accepts any."""
     needs_entropy: bool = False
     """Whether the trainer has to compute the entropy, which costs time and memory."""
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    options: Mapping[str, object] = field(default_factory=dict[str, object])
     """The function's own options that were set."""
     takes: tuple[str, ...] = ()
     """Names of the shared options that the loss accepts."""
@@ -149,7 +149,7 @@ class Loss:
             error.add_note(f"loss {self.name!r} raised it in{where}")
             raise
 
-    def _checked(self, result: Any, scores: Tensor) -> tuple[Tensor, Metrics]:
+    def _checked(self, result: object, scores: Tensor) -> tuple[Tensor, Metrics]:
         """What a function returned, numbers among its metrics as tensors. Raises ValueError if it is something else."""
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
             raise ValueError(f"loss {self.name!r} returned a {type(result).__name__}; it must be (loss, metrics)")
@@ -221,7 +221,7 @@ class Loss:
                 f"loss is {self.name!r}, which needs a trainer with head={self.head!r}; this trainer has head={head!r}"
             )
 
-    def with_options(self, config: Mapping[str, Any]) -> Loss:
+    def with_options(self, config: Mapping[str, object]) -> Loss:
         """The same loss with these options set. Raises ValueError for an unknown name or a value out of range."""
         own = option_defaults(self.function)
         shared = {name: value for name, value in asdict(self.shared).items() if name in self.takes}
@@ -284,7 +284,7 @@ def all_losses() -> dict[str, Loss]:
     return {name: loss for table in (*tables, LOSSES) for name, loss in table.items()}
 
 
-def get_loss(loss: str | Callable[..., Any] | Loss, config: Mapping[str, Any] | None = None) -> Loss:
+def get_loss(loss: str | Callable[..., Any] | Loss, config: Mapping[str, object] | None = None) -> Loss:
     """A loss with its options set. `loss` is a name ("ppo"), an import path ("module:function") or a function.
 
     Raises ValueError for an unknown name or option, naming the nearest known one, and for a bad value of an option.

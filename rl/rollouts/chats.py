@@ -67,10 +67,10 @@ def check_fields(message: Message) -> None:
 def _as_shown(message: Message, template: str) -> dict[str, Any]:
     role, content = message["role"], message.get("content")
     check_fields(message)
-    parts: list[Any] = [content] if isinstance(content, str) else [*(content or ())]
+    parts: list[object] = [content] if isinstance(content, str) else [*(content or ())]
     if role == "system":
         parts = [kept for part in parts if (kept := _without_billing(part)) is not None]
-    shown: dict[str, Any] = {"role": role, "content": _content(parts, template, is_tool=role == "tool")}
+    shown: dict[str, object] = {"role": role, "content": _content(parts, template, is_tool=role == "tool")}
     if role == "assistant":
         if calls := message.get("tool_calls"):
             shown["tool_calls"] = [_call(call) for call in calls]
@@ -84,7 +84,7 @@ def _as_shown(message: Message, template: str) -> dict[str, Any]:
     return shown | {name: message[name] for name in kept if message.get(name) is not None}
 
 
-def _content(parts: Sequence[Any], template: str, *, is_tool: bool) -> str | list[dict[str, Any]]:
+def _content(parts: Sequence[object], template: str, *, is_tool: bool) -> str | list[dict[str, Any]]:
     shown = [found for part in parts if (found := _part(part, template)) is not None]
     if all(isinstance(part, str) for part in shown) and (is_tool or not takes_parts(template)):
         return "\n".join(part for part in shown if part)  # an empty part is no line
@@ -99,7 +99,7 @@ def _part(part: Any, template: str) -> Any:
     return part if kind == "image" else _text_of(part)
 
 
-def _text_of(part: Any) -> str | None:
+def _text_of(part: object) -> str | None:
     if isinstance(part, str):
         return part
     fields = cast("Message", part) if isinstance(part, Mapping) else {}
@@ -113,14 +113,14 @@ def _text_of(part: Any) -> str | None:
     )
 
 
-def _without_billing(part: Any) -> Any:
+def _without_billing(part: object) -> object:
     text = part.get("text") if isinstance(part, Mapping) else part
     if not isinstance(text, str) or not text.startswith(_BILLING):
         return part
     return text.partition("\n")[2] or None
 
 
-def _call(call: Any) -> dict[str, Any]:
+def _call(call: object) -> dict[str, object]:
     """A tool call whose arguments are a mapping: an empty one for what is no JSON object."""
     fields = cast("Message", call) if isinstance(call, Mapping) else {}
     if not isinstance(function := fields.get("function"), Mapping):

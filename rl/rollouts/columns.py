@@ -10,10 +10,10 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -68,6 +68,16 @@ _LOGPROB_COLUMNS = [f"{_IN_TURN}{name}.list.element" for name in ("logprobs", "p
 _NUMBERS_AT_ONCE = 4096
 
 T = TypeVar("T")
+
+
+class _PlacedFile(TypedDict):
+    """A row of `_IMAGE`: where an image stands, and its file where no earlier row has it."""
+
+    turn: int
+    start: int
+    num_tokens: int
+    hash: str
+    file: bytes | None
 
 
 def groups_to_table(groups: Sequence[Group]) -> pa.Table:
@@ -232,22 +242,24 @@ def _played(turns: pa.StructArray) -> list[Turn]:
     ]
 
 
-def _images(rollouts: Sequence[Rollout]) -> list[list[dict[str, Any]]]:
+def _images(rollouts: Sequence[Rollout]) -> list[list[_PlacedFile]]:
     """The images of each rollout; each file once."""
     known: set[str] = set()
-    rows: list[list[dict[str, Any]]] = []
+    rows: list[list[_PlacedFile]] = []
     for rollout in rollouts:
         rows.append([])
         for number, turn in enumerate(rollout.turns):
             for image in images_of(turn.prompt_tokens):
                 key = hashlib.sha256(image.data).hexdigest()
-                place = {"turn": number, "start": image.start, "num_tokens": image.num_tokens, "hash": key}
-                rows[-1].append({**place, "file": None if key in known else image.data})
+                file = None if key in known else image.data
+                rows[-1].append(
+                    {"turn": number, "start": image.start, "num_tokens": image.num_tokens, "hash": key, "file": file}
+                )
                 known.add(key)
     return rows
 
 
-def _put_back(rows: Sequence[Sequence[Mapping[str, Any]]], offsets: Sequence[int], played: list[Turn]) -> None:
+def _put_back(rows: Sequence[Sequence[_PlacedFile]], offsets: Sequence[int], played: list[Turn]) -> None:
     """`_images` backwards: gives the turns their images, without what a model reads of them."""
     files = {each["hash"]: each["file"] for row in rows for each in row if each["file"] is not None}
     for row, first in zip(rows, offsets, strict=False):
@@ -332,7 +344,7 @@ def _tuples(lists: pa.ListArray) -> list[tuple[Any, ...] | None]:
     ]
 
 
-def _offsets(sequences: Sequence[Any]) -> pa.Array:
+def _offsets(sequences: Sequence[Sized]) -> pa.Array:
     """[len(sequences) + 1] where each sequence begins when all are laid end to end."""
     return pa.array(np.cumsum([0, *(len(sequence) for sequence in sequences)], dtype=np.int32))
 

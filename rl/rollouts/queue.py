@@ -41,7 +41,7 @@ class RolloutQueue:
         groups_per_step: int,
         max_staleness: int,
         state: Mapping[str, Any] | None = None,
-        sampled_as: Mapping[str, Any] | None = None,
+        sampled_as: Mapping[str, object] | None = None,
         order: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         """`sample_group(n)` samples group n; numbers count from 0 in step 1. `steps` are the remaining steps.

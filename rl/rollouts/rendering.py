@@ -39,15 +39,15 @@ _TRUSTED_ROLES = ("system", "developer", "assistant")
 class ImageRenderer(Protocol):
     """Turns images of messages into tokens, as one family of models reads them. Made of a model directory."""
 
-    def place(self, tokens: Sequence[int], images: Sequence[Any]) -> tuple[int, ...]:
+    def place(self, tokens: Sequence[int], images: Sequence[object]) -> tuple[int, ...]:
         """The tokens of a rendered chat, with as many tokens for each image as it has features, and the images."""
         ...
 
-    def read(self, image: Any, *, start: int) -> PlacedImage:
+    def read(self, image: object, *, start: int) -> PlacedImage:
         """One image, whose tokens begin at `start`."""
         ...
 
-    def alone(self, image: Any) -> tuple[int, ...]:
+    def alone(self, image: object) -> tuple[int, ...]:
         """The tokens that stand for one image, and nothing around them."""
         ...
 
@@ -175,7 +175,7 @@ class Renderer:
         rollouts = (replace(rollout, turns=tuple(map(whole, rollout.turns))) for rollout in group.rollouts)
         return replace(group, rollouts=tuple(rollouts))
 
-    def _place(self, tokens: tuple[int, ...], images: Sequence[Any]) -> tuple[int, ...]:
+    def _place(self, tokens: tuple[int, ...], images: Sequence[object]) -> tuple[int, ...]:
         return self._images.place(tokens, images) if images else tokens
 
     @functools.cached_property
@@ -358,7 +358,7 @@ def _role(message: Message) -> dict[str, Any]:
     return {name: message[name] for name in ("role", "tool_call_id", "name") if name in message}
 
 
-def _without_images(chat: Sequence[Message]) -> tuple[list[Message], list[Any]]:
+def _without_images(chat: Sequence[Message]) -> tuple[list[Message], list[object]]:
     """The messages, in whose parts the images are left out, and the images in order."""
     images = [part["image"] for message in chat for part in _parts(message) if part.get("type") == "image"]
     if not images:
@@ -370,7 +370,7 @@ def _without_images(chat: Sequence[Message]) -> tuple[list[Message], list[Any]]:
     return [bare(message) for message in chat], images
 
 
-def _bare(part: Any) -> Any:
+def _bare(part: object) -> object:
     return {name: value for name, value in part.items() if name != "image"} if isinstance(part, Mapping) else part
 
 

@@ -150,7 +150,7 @@ class TextEncoder:
     def _num_control(self, tokens: Sequence[int]) -> int:
         return sum(token in self.control_tokens for token in tokens)
 
-    def hide(self, value: Any, hidden: dict[str, str], used: str) -> Any:
+    def hide(self, value: object, hidden: dict[str, str], used: str) -> Any:
         """The value, in whose strings a character stands for each text of a control token. Adds these to `hidden`.
 
         They are characters for private use that do not occur in `used`. Lists and mappings are searched through.
@@ -158,10 +158,10 @@ class TextEncoder:
         if isinstance(value, str):
             return self._pattern.sub(lambda match: _stand_in(match[0], hidden, used), value)
         if isinstance(value, Mapping):
-            items = cast("Mapping[str, Any]", value).items()
+            items = cast("Mapping[str, object]", value).items()
             return {name: self.hide(item, hidden, used) for name, item in items}
         if isinstance(value, list | tuple):
-            return [self.hide(item, hidden, used) for item in cast("Sequence[Any]", value)]
+            return [self.hide(item, hidden, used) for item in cast("Sequence[object]", value)]
         return value
 
     def _encode(self, text: str, *, plain: bool = False) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ def own_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def call(function: str, *arguments: Any) -> Any:
+def call(function: str, *arguments: object) -> Any:
     """What a function of CUDA's driver returns. Raises `CUDAError` with the name of its error."""
     status, *results = getattr(import_module("cuda.bindings.driver"), function)(*arguments)
     if status:

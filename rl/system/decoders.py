@@ -18,7 +18,7 @@ LM_SUFFIX = "ForCausalLM"
 BEFORE_SCALING = "original_max_position_embeddings"
 _ANY = "the engine 'fsdp2' trains others"
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_ACCEPTED: Mapping[str, Any] = {
+_ACCEPTED: Mapping[str, object] = {
     "attention_bias": False,
     "mlp_bias": False,
     "use_sliding_window": False,
@@ -50,15 +50,15 @@ class DenseFamily:
     """Whether rotary embeddings of the type "dynamic" have a fixed base, the stated one times a power of `alpha`."""
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     """torchtitan's name of a module of a layer -> its name in checkpoints, where that is not Llama's."""
-    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    defaults: Mapping[str, object] = field(default_factory=dict[str, object])
     """Values of transformers' configuration that a file may leave out, where they are not Llama's."""
-    accepted: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    accepted: Mapping[str, object] = field(default_factory=dict[str, object])
     """Keys of `config.json` for whose other values torchtitan has no layer."""
-    agreed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    agreed: Mapping[str, object] = field(default_factory=dict[str, object])
     """Keys that vLLM understands otherwise than transformers, except with this value."""
     tied: bool = True
     """Whether the tiny model's output projection is its embedding."""
-    tiny: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tiny: Mapping[str, object] = field(default_factory=dict[str, object])
     """Options of the tiny model, so that leaving out what the family has changes the logits."""
 
 
@@ -239,7 +239,7 @@ class DecoderConfig:
 
     spec: ClassVar[str] = "trainer.engines.titan.model.specs:build_spec"
     """The function that makes torchtitan's spec of such a shape, as an importable name."""
-    proven: ClassVar[Mapping[str, Any]] = {}
+    proven: ClassVar[Mapping[str, object]] = {}
     """Options of `TrainerConfig` for which only one value is proven with torchtitan."""
     identifies: ClassVar[bool] = True
     """Whether checkpoints know the model by its shape; otherwise by its whole `config.json`."""
@@ -410,7 +410,7 @@ def read_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def refuse_options(config: Mapping[str, Any], accepted: Mapping[str, Any]) -> None:
+def refuse_options(config: Mapping[str, object], accepted: Mapping[str, object]) -> None:
     """Raises ValueError for a key with another value than the accepted one, where null is false; and if quantised."""
     for key, supported in accepted.items():
         value = config.get(key, supported)

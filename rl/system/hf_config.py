@@ -80,12 +80,12 @@ class ModelFamily:
     decoder: str = ""
     """For the engine torchtitan: a function of settings that returns a `rl.system.decoders.DecoderConfig`,
     and raises ValueError for what is not proven. Like `check` it must not import torch."""
-    agreed: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    agreed: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object])
     """Keys of `config.json` that vLLM understands otherwise than transformers, except with this value."""
     prepare: str = ""
     """A function that changes a model of transformers in place, so that documents of a packed row stay apart. Its
     forward pass then gets `document_bounds`, see `trainer/engines/hf/document_kernel.py`."""
-    engine_args: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    engine_args: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object])
     """Options of vLLM that the family needs, by their upstream names."""
     generator_ranks: int | None = None
     """The most ranks of one generator that are proven; None where vLLM's own limits hold."""
@@ -126,7 +126,7 @@ def read_decoder_config(model: Path) -> DecoderConfig:
     return parse_decoder_config(read_config(model))
 
 
-def agreed_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def agreed_settings(config: Mapping[str, Any]) -> Mapping[str, object]:
     """Keys that vLLM understands otherwise than transformers, and the one value on which they agree."""
     found = find_family(config) or find_dense(config.get("architectures"))
     return {} if found is None else found.agreed
@@ -212,7 +212,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 class ConfigField:
     """A key of a family's configuration, as transformers declares it."""
 
-    default: Any
+    default: object
     optional: bool
     """Whether it may be null."""
 
@@ -293,7 +293,7 @@ def trained_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in stored.items() if not name.startswith(further)}
 
 
-def is_tied(config: Mapping[str, Any]) -> bool:
+def is_tied(config: Mapping[str, object]) -> bool:
     """Whether the output layer is the embedding matrix, by the settings that `read_config` returns."""
     return bool(config.get("tie_word_embeddings", False))
 
