@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ownloop_families.shapes import ROUTED_OPTIONS, RoutedShape, Yarn, check_experts, read_routed, read_yarn, yarn_scale
-from rl.system.decoders import TensorSize, read_sizes, refuse_options, rope_parameters
+from ownloop_plan.sized_decoder import TensorSize
+from rl.system.decoders import read_sizes, refuse_options, rope_parameters
 from rl.system.hf_config import ModelFamily
 from trainer.config import TrainerConfig
 
@@ -43,21 +44,21 @@ class DeepseekShape(RoutedShape):
 
     @property
     def latent(self) -> int:
-        """As `DecoderConfig.latent`."""
+        """As `SizedDecoder.latent`."""
         return self.kv_rank + self.rope_dim
 
     @property
     def values(self) -> int:
-        """As `DecoderConfig.values`."""
+        """As `SizedDecoder.values`."""
         return self.num_heads * self.value_dim
 
     @property
     def absorbed(self) -> TensorSize:
-        """As `DecoderConfig.absorbed`: the projection from latents to keys and values."""
+        """As `SizedDecoder.absorbed`: the projection from latents to keys and values."""
         return TensorSize((self.num_heads * (self.nope_dim + self.value_dim), self.kv_rank), "matrix")
 
     def attention(self, kind: int) -> Iterator[TensorSize]:
-        """As `DecoderConfig.attention`."""
+        """As `SizedDecoder.attention`."""
         del kind
         yield TensorSize((self.dim,), "vector", 2)
         if self.q_rank:
@@ -70,7 +71,7 @@ class DeepseekShape(RoutedShape):
         yield TensorSize((self.dim, self.values), "matrix")
 
     def kept(self, kind: int) -> int:
-        """As `DecoderConfig.kept`."""
+        """As `SizedDecoder.kept`."""
         del kind
         expanded = self.num_heads * (self.nope_dim + self.value_dim)
         return 3 * (self.q_rank + self.latent) + 2 * self.queries + expanded + self.values + 4 * self.network_dim

@@ -13,7 +13,8 @@ from ownloop_families.shapes import (
     read_rotary_dim,
     read_routed,
 )
-from rl.system.decoders import TensorSize, read_sizes, refuse_options
+from ownloop_plan.sized_decoder import TensorSize
+from rl.system.decoders import read_sizes, refuse_options
 from rl.system.hf_config import ModelFamily
 from rl.types import Head
 from trainer.config import TrainerConfig
@@ -40,7 +41,7 @@ class Glm4MoeShape(RoutedShape):
     attention_bias: bool
 
     def attention(self, kind: int) -> Iterator[TensorSize]:
-        """As `DecoderConfig.attention`."""
+        """As `SizedDecoder.attention`."""
         del kind
         yield TensorSize((self.dim,), "vector", 2)
         yield from self.projections(self.queries)

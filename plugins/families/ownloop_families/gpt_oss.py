@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ownloop_families.shapes import WITHOUT_CONTEXTS, MixtureShape, Yarn, check_experts, read_experts, read_yarn
-from rl.system.decoders import TensorSize, read_sizes, refuse_options, rope_parameters
+from ownloop_plan.sized_decoder import TensorSize
+from rl.system.decoders import read_sizes, refuse_options, rope_parameters
 from rl.system.hf_config import ModelFamily
 from trainer.config import TrainerConfig
 
@@ -38,7 +39,7 @@ class GptOssShape(MixtureShape):
     swiglu_limit: float
 
     def attention(self, kind: int) -> Iterator[TensorSize]:
-        """As `DecoderConfig.attention`, with biases and sinks."""
+        """As `SizedDecoder.attention`, with biases and sinks."""
         del kind
         yield TensorSize((self.dim,), "vector", 2)
         yield from self.projections(self.queries)
@@ -47,7 +48,7 @@ class GptOssShape(MixtureShape):
         yield TensorSize((self.num_heads,), "vector")
 
     def network(self, kind: int) -> Iterator[TensorSize]:
-        """As `DecoderConfig.network`, with biases, of the router too."""
+        """As `SizedDecoder.network`, with biases, of the router too."""
         assert self.moe is not None
         count = self.moe.num_experts
         yield from MixtureShape.network(self, kind)
@@ -56,11 +57,11 @@ class GptOssShape(MixtureShape):
         yield TensorSize((count, self.dim), "expert")
 
     def cached_layers(self, max_model_len: int) -> float:
-        """As `DecoderConfig.cached_layers`."""
+        """As `SizedDecoder.cached_layers`."""
         return sum(1.0 if window is None else min(1.0, window / max_model_len) for window in self.windows)
 
     def kept(self, kind: int) -> int:
-        """As `DecoderConfig.kept`; gates and values are clamped."""
+        """As `SizedDecoder.kept`; gates and values are clamped."""
         return MixtureShape.kept(self, kind) + 2 * self.network_dim
 
 

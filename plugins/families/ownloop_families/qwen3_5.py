@@ -13,7 +13,8 @@ from ownloop_families.shapes import (
     read_plain_rope,
     read_rotary_dim,
 )
-from rl.system.decoders import TensorSize, read_sizes, refuse_options
+from ownloop_plan.sized_decoder import TensorSize
+from rl.system.decoders import read_sizes, refuse_options
 from rl.system.hf_config import ModelFamily
 from trainer.config import TrainerConfig
 
@@ -97,14 +98,14 @@ class Qwen35Shape(MixtureShape):
 
     @property
     def state(self) -> tuple[int, int, str]:
-        """As `DecoderConfig.state`: of delta rules, and the inputs of their convolutions."""
+        """As `SizedDecoder.state`: of delta rules, and the inputs of their convolutions."""
         count = self.num_layers - self.num_attending
         inputs = (self.kernel_size - 1) * self.channels
         return count * self.values * self.key_head_dim, count * inputs, self.state_dtype
 
     @property
     def rule_products(self) -> int:
-        """As `DecoderConfig.rule_products`, in chunks of C tokens: 2 C (K + V) + 3 K V for each head.
+        """As `SizedDecoder.rule_products`, in chunks of C tokens: 2 C (K + V) + 3 K V for each head.
 
         Of keys with keys and queries, and with new values; of the state, read twice and written once.
         """
@@ -113,7 +114,7 @@ class Qwen35Shape(MixtureShape):
         return (self.num_layers - self.num_attending) * of_layer
 
     def attention(self, kind: int) -> Iterator[TensorSize]:
-        """As `DecoderConfig.attention`."""
+        """As `SizedDecoder.attention`."""
         yield TensorSize((self.dim,), "vector", 2)
         if kind:
             yield from self.projections(2 * self.queries)
@@ -128,14 +129,14 @@ class Qwen35Shape(MixtureShape):
         yield TensorSize((self.dim, self.values), "matrix")
 
     def network(self, kind: int) -> Iterator[TensorSize]:
-        """As `DecoderConfig.network`, with what the shared expert's output is multiplied by."""
+        """As `SizedDecoder.network`, with what the shared expert's output is multiplied by."""
         del kind
         yield from MixtureShape.network(self, 1)
         if self.moe is not None:
             yield TensorSize((1, self.dim), "whole")
 
     def kept(self, kind: int) -> int:
-        """As `DecoderConfig.kept`. Norms, computed in float32, keep an input of twice the bytes.
+        """As `SizedDecoder.kept`. Norms, computed in float32, keep an input of twice the bytes.
 
         Of a delta rule as fla's kernels compute it: projections and the convolution over W tokens keep W + 1 times the
         channels. The kernels keep queries and keys of length 1, values, and a row of a chunk's matrix for each head.
@@ -149,7 +150,7 @@ class Qwen35Shape(MixtureShape):
         return others + (self.kernel_size + 1) * self.channels + queries_and_keys + 10 * self.values + of_heads
 
     def kept_products(self, kind: int) -> int:
-        """As `DecoderConfig.kept_products`."""
+        """As `SizedDecoder.kept_products`."""
         return 3 * self.queries + self.keys if kind else self.channels + self.num_value_heads
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rl.system.decoders import DecoderConfig, ExpertsConfig, TensorSize, rope_parameters
+from ownloop_plan.sized_decoder import SizedDecoder, TensorSize
+from rl.system.decoders import ExpertsConfig, rope_parameters
 from rl.system.hardware import sees_gpu
 from trainer.config import TrainerConfig
 
@@ -14,7 +15,7 @@ WITHOUT_CONTEXTS: Mapping[str, Any] = {"context_parallel": 1, **WITHOUT_COMPILIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureShape(DecoderConfig):
+class MixtureShape(SizedDecoder):
     """A decoder whose layers of kind 1 have experts, if it has any. Those of kind 0, if any, have none."""
 
     proven: ClassVar[Mapping[str, Any]] = WITHOUT_COMPILING
@@ -27,12 +28,12 @@ class MixtureShape(DecoderConfig):
 
     @property
     def network_dim(self) -> int:
-        """As `DecoderConfig.network_dim`, shared experts among them."""
+        """As `SizedDecoder.network_dim`, shared experts among them."""
         moe = self.moe
         return self.hidden_dim if moe is None else moe.experts_per_token * moe.hidden_dim + self.shared_dim
 
     def network(self, kind: int) -> Iterator[TensorSize]:
-        """As `DecoderConfig.network`: a router, three stacks, and shared experts."""
+        """As `SizedDecoder.network`: a router, three stacks, and shared experts."""
         if self.moe is None or not kind:
             yield from self.feed_forward(self.hidden_dim)
             return

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from generator.config import LORA_RANKS, GeneratorConfig
 from ownloop_plan.gpus import GPU
-from ownloop_plan.sizes import ModelSize, Stage, TensorSize, of_rank
+from ownloop_plan.sized_decoder import TensorSize
+from ownloop_plan.sizes import ModelSize, Stage, of_rank
 from rl.lora import LoRAConfig
 from rl.weights.version import LIVING_VERSIONS, leaves_room
 from trainer.config import TrainerConfig

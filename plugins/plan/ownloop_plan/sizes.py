@@ -1,7 +1,7 @@
 """Parameters of one rank: the shapes of a decoder's tensors, and how a layout cuts each of them.
 
-A decoder says itself which tensors its layers have: see `rl.system.decoders.DecoderConfig`, whose kinds of layers these
-are. Legend: D model dimension, V tokens of the vocabulary.
+A decoder says itself which tensors its layers have: see `sized_decoder.py`, whose kinds of layers these are. Legend: D
+model dimension, V tokens of the vocabulary.
 """
 
 import itertools
@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from ownloop_plan.sized_decoder import SizedDecoder, TensorSize, sized
 from rl.lora import LoRAConfig
-from rl.system.decoders import DecoderConfig, TensorSize
+from rl.system.decoders import DecoderConfig
 from trainer.config import TrainerConfig
 
 
@@ -44,7 +45,12 @@ class Stage:
 class ModelSize:
     """A decoder's tensors."""
 
-    decoder: DecoderConfig
+    shape: DecoderConfig
+
+    @cached_property
+    def decoder(self) -> SizedDecoder:
+        """The shape, with the sizes of its layers."""
+        return sized(self.shape)
 
     @cached_property
     def layers(self) -> tuple[tuple[int, tuple[TensorSize, ...]], ...]:

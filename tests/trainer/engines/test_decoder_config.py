@@ -69,7 +69,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json"):
         read_decoder_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="is damaged"):
         read_decoder_config(tmp_path)
 
 
