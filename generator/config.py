@@ -1,7 +1,6 @@
 """The configuration of a generator, checked before any process starts. This module imports neither vLLM nor torch."""
 
 import ast
-import difflib
 import importlib.util
 import operator
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from rl.checks import check_at_least
+from rl.checks import check_at_least, did_you_mean
 from rl.configuration import AnyPath, Gpus, Positive, Rare, UpToOne, check_gpus, configuration, one_of
 from rl.deadlines import Deadlines
 from rl.images import TokensWithImages, images_of
@@ -50,13 +49,6 @@ _OWN_FIELDS = {
     "enable_return_routed_experts": "routes",
     "speculative_config": "speculation",
 }
-_FIXED = (
-    "distributed_executor_backend",
-    "load_format",
-    "logprobs_mode",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-)
 _PROVEN = (
     "attention_backend",
     "block_size",
@@ -72,6 +64,16 @@ _PROVEN = (
 )
 """Options that were seen to change neither the distribution, nor log-probs, nor what a pull leaves."""
 _REFUSED = {
+    **dict.fromkeys(
+        (
+            "distributed_executor_backend",
+            "load_format",
+            "logprobs_mode",
+            "pipeline_parallel_size",
+            "data_parallel_size",
+        ),
+        "the generator sets it",
+    ),
     "quantization": "vLLM would pack the weights when it loads them, and nothing can be pulled into packed ones",
     "moe_backend": "others than 'triton', which is chosen, reorder experts in place, so that a pull leaves garbage",
     "enable_eplb": "vLLM would move experts between ranks, and a pull would bring them back to where they were",
@@ -343,29 +345,11 @@ def _check_engine_args(engine_args: Mapping[str, object]) -> None:
             continue
         if name in _OWN_FIELDS:
             raise ValueError(f"{where}: set GeneratorConfig.{_OWN_FIELDS[name]} instead")
-        if name in _FIXED:
-            raise ValueError(f"{where} is set by the generator and cannot be chosen")
-        if name in _REFUSED:
-            raise ValueError(f"{where} is {value!r} and must be left out: {_REFUSED[name]}")
-        if name not in (known := _engine_arg_names()):
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"{where}: vLLM has no such option; the nearest is {nearest}")
-        raise ValueError(
-            f"{where} is {value!r} and must be left out: it is not proven that tokens, log-probs and pulls stay right "
-            f"with it, as `ownloop parity` can show of an option that is added to `_PROVEN` in generator/config.py. "
-            f"Proven are {', '.join(_PROVEN)}"
+        reason = _REFUSED.get(name) or (
+            "it is not proven that tokens, log-probs and pulls stay right with it, as `ownloop parity` can show of an "
+            f"option that is added to `_PROVEN` in generator/config.py{did_you_mean(name, _PROVEN)}"
         )
-
-
-def _engine_arg_names() -> list[str]:
-    """The fields of vLLM's `EngineArgs`."""
-    body = _vllm_source("engine/arg_utils.py").body
-    classes = (node for node in body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
-    return [
-        field.target.id
-        for field in next(classes).body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    ]
+        raise ValueError(f"{where} is {value!r} and must be left out: {reason}")
 
 
 def _vllm_architectures() -> set[str]:

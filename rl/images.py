@@ -4,7 +4,6 @@ Text needs nothing of this. Tokens with images are a tuple that knows its images
 through the same calls: a renderer makes one, a generator samples from it, a datum is made of it.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -27,15 +26,6 @@ class PlacedImage:
     def moved(self, by: int) -> "PlacedImage":
         """The same image, `by` tokens further on."""
         return replace(self, start=self.start + by)
-
-    @property
-    def content_hash(self) -> str:
-        """Identifies the image and what the model reads of it."""
-        digest = hashlib.sha256(self.data)
-        for name in sorted(self.inputs):
-            digest.update(f"{name}{self.inputs[name].shape}".encode())
-            digest.update(np.ascontiguousarray(self.inputs[name]).data)
-        return digest.hexdigest()[:32]
 
 
 class TokensWithImages(tuple[int, ...]):

@@ -229,7 +229,7 @@ class ProblemOptions:
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of functions, which the model's chat template shows it together with the prompt."""
     answer: str | None = None
-    """A right completion, as in `rl.data.sources.AnsweredProblem`; None if none is known."""
+    """A right completion; None if none is known."""
     wrong_answers: Sequence[str] = ()
     """Plausible wrong completions."""
     answer_of: Callable[[str], str] = str.strip

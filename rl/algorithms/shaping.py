@@ -56,12 +56,6 @@ def soft_overlong_punishment(max_tokens: int, cache: int) -> Penalty:
     return penalty
 
 
-def length_penalty(per_token: float) -> Penalty:
-    """-per_token for every sampled token. Raises ValueError if `per_token` is negative."""
-    check_at_least(0, per_token=per_token)
-    return lambda rollout: -per_token * rollout.num_sampled_tokens
-
-
 def not_truncated(rollout: Rollout) -> bool:
     """A `keep` function of `group_to_data` for overlong filtering, DAPO section 3.4.
 

@@ -58,8 +58,7 @@ def parse_row(line: str, where: str, fields: Mapping[str, Fault]) -> dict[str, A
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and lists within lists
         raise ValueError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):
-        needed = ", ".join(map(repr, fields))
-        raise ValueError(f"{where} is a {type(row).__name__}; a JSON object with {needed} is needed")
+        raise ValueError(f"{where} is a {type(row).__name__}; a JSON object is needed")
     found = cast("dict[str, Any]", row)
     for name, fault_of in fields.items():
         if name not in found:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 
@@ -73,21 +73,6 @@ class Preferences(Protocol):
 
     def eval_preferences(self, count: int) -> Sequence[Preference]:
         """The first `count` held-out pairs, always the same. Fewer if there are fewer, but at least one."""
-        ...
-
-
-@runtime_checkable
-class AnsweredProblem(Problem, Protocol):
-    """A problem with known answers."""
-
-    @property
-    def answer(self) -> str | None:
-        """A right completion; None if none is known."""
-        ...
-
-    @property
-    def wrong_answers(self) -> Sequence[str]:
-        """Plausible wrong completions; empty if none are known."""
         ...
 
 
@@ -275,12 +260,13 @@ def _split(read: Callable[[Path], list[Item]], path: Path, eval_path: Path | Non
 
 def _answers(env: Env, problem: Problem) -> tuple[str, Sequence[str]]:
     """The right answer and the wrong ones."""
-    if not isinstance(problem, AnsweredProblem) or problem.answer is None:
+    own = given(ProblemOptions, problem)
+    if own.answer is None:
         raise ValueError(
             f"environment {env.name!r} knows no answer to problem {problem.id!r}; supervised data need problems with "
             "an `answer`, or a JSONL file"
         )
-    if given(ProblemOptions, problem).tools:
+    if own.tools:
         said = f"problem {problem.id!r} of environment {env.name!r} has tools, which supervised data do not show"
         raise ValueError(f"{said}; give the environment without them, or ToolEnv.show_tools='system'")
-    return problem.answer, problem.wrong_answers
+    return own.answer, own.wrong_answers

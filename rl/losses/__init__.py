@@ -74,6 +74,7 @@ _NEEDED_FOR = {
     "reference_logprobs": " (a reference model's log-probs) because kl_coef is above 0; leave kl_coef at 0",
 }
 """Loss input -> what a user can do who did not know that an option asks for it."""
+_SHARED_KINDS = get_type_hints(SharedOptions, include_extras=True)
 _INPUTS = ("logprobs", "advantages")
 _OPTIONS = (*KL_OPTIONS, *TERM_OPTIONS, *IMPORTANCE_OPTIONS)
 
@@ -234,8 +235,8 @@ class Loss:
             if not self.checks_values:
                 _check_type(self, name, value)
             else:
-                default = own[name] if name in own else shared[name]
-                check_value(f"loss_config[{name!r}]", value, str if isinstance(default, str) else NotNegative)
+                kind = _SHARED_KINDS[name] if name in shared else str if isinstance(own[name], str) else NotNegative
+                check_value(f"loss_config[{name!r}]", value, kind)
         options = {**self.options, **{name: value for name, value in config.items() if name in own}}
         if missing := [name for name, default in own.items() if default is _REQUIRED and name not in options]:
             raise ValueError(f"loss_config lacks {missing[0]!r}, which {self.name!r} needs")

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from rl.checks import check_known
+from rl.configuration import NotNegative
 from rl.types import REPORTED_WEIGHT, Datum
 
 if TYPE_CHECKING:
@@ -87,18 +87,18 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedOptions:
-    """All are off by default. `Loss.with_options` checks that numbers are finite and at least 0."""
+    """All are off by default. `Loss.with_options` checks their types."""
 
-    kl_coef: float = 0.0
+    kl_coef: NotNegative = 0.0
     """Adds kl_coef * sum w k, where k estimates KL(policy || reference). Needs the input `reference_logprobs`."""
     kl_estimator: KLEstimator = "k3"
     """The estimator k. `kl_terms` explains the value and the gradient of each."""
-    entropy_coef: float = 0.0
+    entropy_coef: NotNegative = 0.0
     """Entropy bonus: adds -entropy_coef * sum w H, where H is the entropy of the next-token distribution."""
-    observation_coef: float = 0.0
+    observation_coef: NotNegative = 0.0
     """Adds -observation_coef * sum p over observations, the tokens between the sampled ones of a datum: in episodes of
     several turns the policy also learns what its environment says. Known as ECHO."""
-    importance_cap: float = 0.0
+    importance_cap: NotNegative = 0.0
     """Above 0, corrects the train-inference mismatch: each token's term is multiplied by an importance ratio without
     gradient, and the loss computes its own ratio to the trainer's old policy instead of the generator's.
 
@@ -107,7 +107,7 @@ class SharedOptions:
     AIPO, https://arxiv.org/abs/2505.24034. It is right for a loss that does not clip, if each token is trained on once.
     A loss that clips needs `old_logprobs`, from a `forward` before the first optimizer step.
     """
-    importance_floor: float = 0.0
+    importance_floor: NotNegative = 0.0
     """The smallest multiplier, as `importance_cap` is the largest one."""
     importance_mode: ImportanceMode = "truncate"
     """What happens to a multiplier outside the range. "truncate" sets it to the nearest bound (TIS,
@@ -116,15 +116,12 @@ class SharedOptions:
     importance_level: ImportanceLevel = "token"
     """What the multiplier is the ratio of: "token"; "sequence", the product of its tokens' ratios, which every token of
     the sequence gets; "geometric", their geometric mean, which with "mask" is a rejection of whole sequences."""
-    off_policy_sequence_threshold: float = 0.0
+    off_policy_sequence_threshold: NotNegative = 0.0
     """Above 0, leaves out the tokens with a negative advantage of a sequence whose mean of q - p is above it: the
     off-policy sequence mask of DeepSeek-V3.2, eq. 9 of https://arxiv.org/abs/2512.02556."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the option, the value and what is accepted."""
-        check_known("loss_config['kl_estimator']", self.kl_estimator, get_args(KLEstimator))
-        check_known("loss_config['importance_mode']", self.importance_mode, get_args(ImportanceMode))
-        check_known("loss_config['importance_level']", self.importance_level, get_args(ImportanceLevel))
         if self.importance_cap == 0:
             for name, default in (
                 ("importance_mode", "truncate"),

@@ -158,7 +158,10 @@ class RolloutQueue:
         self._changed.set()
 
     def _fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether groups of the state can be taken. States of earlier versions do not say what they are sampled as."""
-        ours = (self._groups_per_step, self._max_staleness, self._sampled_as)
-        named = zip(("groups_per_step", "max_staleness", "sampled_as"), ours, strict=True)
-        return all(state.get(name, value) == value for name, value in named)
+        """Whether groups of the state can be taken."""
+        ours = {
+            "groups_per_step": self._groups_per_step,
+            "max_staleness": self._max_staleness,
+            "sampled_as": self._sampled_as,
+        }
+        return all(state.get(name) == value for name, value in ours.items())

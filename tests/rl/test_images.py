@@ -33,13 +33,6 @@ def test_pickled_tokens_keep_their_images() -> None:
     assert np.array_equal(images_of(again)[0].inputs["pixels"], np.arange(6.0))
 
 
-def test_the_hash_is_of_the_file_and_of_what_is_read() -> None:
-    same, moved, other = image(0), image(4), image(0, data=b"another")
-    assert same.content_hash == moved.content_hash != other.content_hash
-    patches = PlacedImage(start=0, num_tokens=2, data=b"file", inputs={"pixels": np.arange(6.0) + 1})
-    assert patches.content_hash != same.content_hash
-
-
 def rollout() -> Rollout:
     """Two turns; the second message has an image, too."""
 

@@ -10,6 +10,7 @@ nothing here computes. Remove `import_torchvision` when the CPU lock can name a 
 """
 
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import sys
@@ -17,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
+
+import numpy as np
 
 from rl.images import PlacedImage, images_of
 from rl.lora import MLP_MODULES
@@ -80,6 +83,15 @@ def adaptable(config: Mapping[str, Any]) -> Sequence[str]:
     return (*attention, "qkv", "linear_fc1", "linear_fc2", *MLP_MODULES, *merger)
 
 
+def content_hash(image: PlacedImage) -> str:
+    """Identifies an image and what the model reads of it."""
+    digest = hashlib.sha256(image.data)
+    for name in sorted(image.inputs):
+        digest.update(f"{name}{image.inputs[name].shape}".encode())
+        digest.update(np.ascontiguousarray(image.inputs[name]).data)
+    return digest.hexdigest()[:32]
+
+
 def engine_prompt(tokens: Sequence[int], images: Sequence[PlacedImage]) -> Any:
     """What `LLMEngine.add_request` takes for a prompt of Qwen2.5-VL or Qwen3-VL.
 
@@ -125,7 +137,7 @@ def _engine_input(tokens: Sequence[int], images: Sequence[PlacedImage], made: An
     return mm_input(
         list(tokens),
         items,
-        {"image": [image.content_hash for image in images]},
+        {"image": [content_hash(image) for image in images]},
         {"image": [PlaceholderRange(offset=image.start, length=image.num_tokens) for image in images]},
     )
 

@@ -2,17 +2,20 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 
 from ownloop_doctors.check_env import check_env
 from ownloop_vision.colours import COLOURS, WORDS, draw
+from ownloop_vision.image_prompts import content_hash
 from ownloop_vision.image_rows import ImageRows
 from ownloop_vision.tiny_vl import tiny_qwen3_vl
-from rl.images import images_of
+from rl.images import PlacedImage, images_of
 from rl.rollouts.rendering import Renderer
 
 NUM_ROWS = 240
@@ -96,3 +99,9 @@ def test_answers_are_the_texts_of_the_file(tmp_path: Path) -> None:
         (tmp_path / "rows.jsonl").write_text("\n".join(rows))
         with pytest.raises(ValueError, match="column 'answer': row 0 is"):
             ImageRows(dataset=str(tmp_path / "rows.jsonl"), question="which?", answer_column="answer")
+
+
+def test_the_hash_is_of_the_file_and_of_what_is_read() -> None:
+    one = PlacedImage(start=0, num_tokens=2, data=b"file", inputs={"pixels": np.arange(6.0)})
+    assert content_hash(one) == content_hash(one.moved(4)) != content_hash(replace(one, data=b"another"))
+    assert content_hash(replace(one, inputs={"pixels": np.arange(6.0) + 1})) != content_hash(one)

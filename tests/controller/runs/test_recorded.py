@@ -4,7 +4,7 @@ import pytest
 
 from controller.runs.folder import RunFolder
 from controller.runs.recording import RecordedEnv, read_recording
-from rl.algorithms.shaping import length_penalty, shape_rewards
+from rl.algorithms.shaping import shape_rewards
 from rl.types import Group
 from tests.rl.fakes import completion, single_turn
 
@@ -46,7 +46,7 @@ def test_every_step_gets_the_groups_that_it_had(tmp_path: Path) -> None:
 
 def test_a_replay_has_the_environments_rewards(tmp_path: Path) -> None:
     played, folder = _group("a", 1.0, 0.5), RunFolder(tmp_path / "run", {})
-    folder.log_rollouts(1, [shape_rewards(played, length_penalty(0.1))])
+    folder.log_rollouts(1, [shape_rewards(played, lambda rollout: -0.1 * rollout.num_sampled_tokens)])
     folder.flush()
     (recorded,) = read_recording(folder.rollouts)[1]
     assert recorded.rewards.tolist() == pytest.approx([0.8, 0.3])

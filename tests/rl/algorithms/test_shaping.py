@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from rl.algorithms.shaping import (
     groups_with_signal,
-    length_penalty,
     not_truncated,
     shape_rewards,
     soft_overlong_punishment,
@@ -26,13 +25,15 @@ def _group(*rollouts: Rollout) -> Group:
 
 
 def test_shaping_adds_to_the_reward_and_keeps_the_environments() -> None:
-    group = shape_rewards(_group(_rollout(2, 1.0, turns=3), _rollout(0, -1.0)), length_penalty(0.25))
+    group = shape_rewards(
+        _group(_rollout(2, 1.0, turns=3), _rollout(0, -1.0)), lambda rollout: -0.25 * rollout.num_sampled_tokens
+    )
     assert group.rewards.tolist() == [0.5, -1.0]
     assert [rollout.metrics for rollout in group.rollouts] == [
         {"unshaped_reward": 1.0, "turns": 3},
         {"unshaped_reward": -1.0},
     ]
-    twice = shape_rewards(group, length_penalty(1.0))
+    twice = shape_rewards(group, lambda rollout: -1.0 * rollout.num_sampled_tokens)
     assert twice.rollouts[0].metrics["unshaped_reward"] == 1.0
     assert twice.rewards.tolist() == [-1.5, -1.0]
     assert unshaped(twice) == unshaped(group) == _group(_rollout(2, 1.0, turns=3), _rollout(0, -1.0))
@@ -76,7 +77,6 @@ def test_groups_without_signal_are_left_out() -> None:
     [
         (soft_overlong_punishment, {"max_tokens": 8, "cache": 0}, "cache is 0; it must be at least 1"),
         (soft_overlong_punishment, {"max_tokens": 8, "cache": 9}, "cache is 9; it must not exceed max_tokens 8"),
-        (length_penalty, {"per_token": -0.1}, "per_token is -0.1"),
     ],
 )
 def test_mistakes_are_named(make: Any, arguments: dict[str, Any], message: str) -> None:

@@ -92,7 +92,7 @@ def test_prompts_may_be_chats(tmp_path: Path) -> None:
             r'{"prompt": [{"role": "user", "content": "\udfff"}], "completion": "b"}',
             r"data.jsonl:3: 'prompt' .* '\\udfff'",
         ),
-        ('["a", "b"]', r"data.jsonl:3 is a list; a JSON object with 'prompt', 'completion' is needed"),
+        ('["a", "b"]', r"data.jsonl:3 is a list; a JSON object is needed"),
     ],
 )
 def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_the_function_rewards(tmp_path: Path, reward: str, fields: tuple[str, ..
         ({"prompt": "?"}, "rows.jsonl:3 lacks 'answer'; it has 'prompt'"),
         ({"answer": "?"}, "rows.jsonl:3 lacks 'prompt'; it has 'answer'"),
         ('{"prompt": "?"', "rows.jsonl:3 is not JSON"),
-        ([1], "rows.jsonl:3 is a list; a JSON object with 'prompt', 'answer' is needed"),
+        ([1], "rows.jsonl:3 is a list; a JSON object is needed"),
         ({"prompt": 7, "answer": ""}, "rows.jsonl:3: 'prompt' is 7; text, or messages"),
         ({"prompt": [{"role": "user"}], "answer": ""}, "rows.jsonl:3: 'prompt' holds"),
     ],
