@@ -9,13 +9,15 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.engines.base import Engine
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _VERBS = ("forward", "forward_backward", "optim_step")
 _LOG_FILE = "OWNLOOP_LOG_FILE"
 """What the process of a rank writes to; the controller sets it."""
@@ -41,9 +43,9 @@ class StepProfile:
         for verb in _VERBS:
             setattr(self._engine, verb, self._recorded(verb, getattr(self._engine, verb)))
 
-    def _recorded(self, verb: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _recorded(self, verb: str, call: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(call)
-        def recorded(*arguments: Any, **options: Any) -> Any:
+        def recorded(*arguments: P.args, **options: P.kwargs) -> T:
             step = self._engine.policy_version + 1
             if step not in self._steps:
                 return call(*arguments, **options)

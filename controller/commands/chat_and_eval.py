@@ -19,7 +19,8 @@ from controller.commands.command import OfCheckpoint, TakesFields
 from controller.commands.output import CapturedOutput
 from controller.commands.processes import finish
 from controller.commands.recipes import override, runnable_configuration
-from controller.runs.folder import CONFIG_FILE, began_at, complete_checkpoints
+from controller.commands.saved_recipe import run_of
+from controller.runs.folder import began_at, complete_checkpoints
 from controller.runs.loop_config import options_of
 from rl.types import SamplingParams
 
@@ -196,14 +197,6 @@ def _table(evaluation: "Evaluation") -> str:
         shown = ["" if cell is None else f"{cell.mean:.3f} [{cell.low:.3f}, {cell.high:.3f}]" for cell in cells]
         rows.append([name, str(len(part.groups)), str(part.num_samples), *shown])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def run_of(name: str, runs: Path) -> Path | None:
-    """The run of this path or name; None if there is none. A model's directory has a config.json but no logs."""
-    for path in (Path(name), runs / name):
-        if (path / CONFIG_FILE).is_file() and (path / "logs").is_dir():
-            return path
-    return None
 
 
 def adapter_of(options: OfCheckpoint, name: str) -> tuple[Any, Path] | None:

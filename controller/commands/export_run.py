@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from tyro.conf import Positional, arg
 
@@ -78,7 +78,7 @@ def logs_of_export(folder: Path, output: CapturedOutput) -> Path:
     return logs
 
 
-def name_of_data(config: Any) -> str:
+def name_of_data(config: object) -> str:
     """What a configuration trains on, in a few words."""
     options = options_of(config)
     data = options.env or options.data
@@ -115,7 +115,7 @@ def _card(run: Path, data: str, step: int | None) -> Iterator[str]:
     yield from ("", "## Configuration", "", "```json", json.dumps(config, indent=2), "```", "")
 
 
-def _data(config: Mapping[str, Any]) -> dict[str, Any]:
+def _data(config: Mapping[str, object]) -> dict[str, object]:
     """The fields that say what was trained on."""
     names = ("env", "data", "num_eval", "seed")
     return {name: config[name] for name in names if name in config}

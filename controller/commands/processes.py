@@ -107,7 +107,7 @@ class StopSignals:
         self._received_at = 0.0
         self._over = threading.Event()
         self._again = threading.Event()
-        self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._task: tuple[asyncio.AbstractEventLoop, asyncio.Task[object]] | None = None
         self._lock = threading.RLock()  # the handler may run while the main thread holds it
 
     def __enter__(self) -> "StopSignals":

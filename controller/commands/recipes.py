@@ -33,6 +33,7 @@ from rl.system.secret_fields import with_hidden_secrets
 from trainer.engine_table import EngineEntry
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
 
 
@@ -167,7 +168,7 @@ def runnable_configuration(recipe: str, options: Sequence[str], command: str) ->
     return config
 
 
-def check_hardware(file: Path, config: Any) -> None:
+def check_hardware(file: Path, config: object) -> None:
     """Raises ValueError, naming the recipe for the CPU, for a recipe for GPUs where none is visible.
 
     A recipe is for GPUs if its name ends in `_gpu`. On a CPU its model and its settings would take days. GPUs of other
@@ -264,7 +265,7 @@ def all_options(config: Any) -> list[str]:
     return option_names(_with_optional_parts(config, (), asks_help=True))
 
 
-def option_names(config: Any, prefix: str = "--") -> list[str]:
+def option_names(config: "DataclassInstance", prefix: str = "--") -> list[str]:
     """Every option of a configuration. The options of nested dataclasses have a dot: `--trainer.seed`."""
     names: list[str] = []
     for field in dataclasses.fields(config):
@@ -273,7 +274,7 @@ def option_names(config: Any, prefix: str = "--") -> list[str]:
         names.append(name)
         if isinstance(value, bool):
             names.append(f"{prefix}no-{field.name.replace('_', '-')}")
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names += option_names(value, name + ".")
     return names
 
@@ -318,7 +319,7 @@ def _leave_out_rare_fields(registry: "ConstructorRegistry") -> None:
     """For the help, which then has room for what many need."""
     from tyro.constructors import ConstructorRegistry, StructConstructorSpec
 
-    without = set[Any]()
+    without = set[object]()
 
     def help_rule(info: "StructTypeInfo") -> "StructConstructorSpec | None":
         if info.type in without or not dataclasses.is_dataclass(info.type):

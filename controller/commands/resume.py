@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 from controller.commands.recipes import load_recipe, override
 from controller.commands.saved_recipe import PARENT_FILE, RECIPE_FILE, saved_recipe
@@ -46,6 +46,9 @@ from rl.protocols import best_reward_of
 from rl.rollouts.tokenizer import load_tokenizer, text_of
 from rl.system.disk import RecordingError, write_whole
 from rl.types import Group, PathOrName
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 CHANGEABLE = (
     "num_steps",
@@ -115,13 +118,13 @@ def _as_begun(folder: Path, program: str) -> Any:
     return _with_recorded_models(config, folder)
 
 
-def inputs_of(config: Any) -> dict[str, str]:
+def inputs_of(config: "DataclassInstance") -> dict[str, str]:
     """A digest of each file, and of each folder of a model or a data set, that a configuration names."""
     named = (path for name in fields(config) if not _may_change(name.name) for path in _paths_of(config, name.name))
     return {name: digest for name in sorted(set(named)) if (digest := _digest(Path(name)))}
 
 
-def check_inputs(folder: Path, config: Any) -> None:
+def check_inputs(folder: Path, config: "DataclassInstance") -> None:
     """Raises ValueError if a file that the run in `folder` began with has changed: its steps would not fit together."""
     begun, now = saved_recipe(folder).get("inputs", {}), inputs_of(config)
     if changed := [name for name in begun if now.get(name) != begun[name]]:
@@ -131,13 +134,13 @@ def check_inputs(folder: Path, config: Any) -> None:
         )
 
 
-def _paths_of(owner: Any, field: str) -> Iterable[str]:
+def _paths_of(owner: "DataclassInstance", field: str) -> Iterable[str]:
     """The texts in a field that name a path, or may do so."""
     hint = get_type_hints(type(owner), include_extras=True).get(field)
     return _paths(getattr(owner, field), is_path=hint == PathOrName)
 
 
-def _paths(value: Any, *, is_path: bool = False) -> Iterable[str]:
+def _paths(value: object, *, is_path: bool = False) -> Iterable[str]:
     """The texts in a value that name a path: those of a type that says so, and others that look like one."""
     if isinstance(value, Path):
         return [str(value)]
@@ -145,10 +148,10 @@ def _paths(value: Any, *, is_path: bool = False) -> Iterable[str]:
         names = value.encode(errors="replace").split(b"/")
         may_be = len(value) < 4096 and max(map(len, names)) < 256 and value.isprintable()
         return [value] if may_be and (is_path or "." in value or names[1:]) else []
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, type):
         return [path for field in fields(value) for path in _paths_of(value, field.name)]
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [path for each in cast("Iterable[Any]", inner) for path in _paths(each)]
+    return [path for each in cast("Iterable[object]", inner) for path in _paths(each)]
 
 
 def _digest(path: Path) -> str:
@@ -171,7 +174,7 @@ def _may_change(field: str) -> bool:
     return field in CHANGEABLE or field.rpartition(".")[2] == "gpus"
 
 
-def _check_num_steps(folder: Path, config: Any) -> None:
+def _check_num_steps(folder: Path, config: object) -> None:
     """Raises ValueError if the run has already done more than `num_steps` steps."""
     complete, num_steps = complete_checkpoints(folder / "checkpoints"), options_of(config).num_steps
     done = read_json(complete[-1] / LOOP_FILE)["step"] if complete else 0
@@ -179,7 +182,7 @@ def _check_num_steps(folder: Path, config: Any) -> None:
         raise ValueError(f"num_steps is {num_steps}; the run has a checkpoint of step {done} already")
 
 
-def _words(changed: Mapping[str, tuple[Any, Any]]) -> str:
+def _words(changed: Mapping[str, tuple[object, object]]) -> str:
     return ", ".join(f"{field} was {before!r} and is now {after!r}" for field, (before, after) in changed.items())
 
 
@@ -194,7 +197,9 @@ def forked_configuration(parent: Path, options: Sequence[str], tell: Tell) -> An
     return replayed(config, Path(replay)) if replay else config
 
 
-def forked_folder(path: Path, config: Any, parent: Path, checkpoint: Path, options: Sequence[str]) -> RunFolder:
+def forked_folder(
+    path: Path, config: "DataclassInstance", parent: Path, checkpoint: Path, options: Sequence[str]
+) -> RunFolder:
     """A new run's folder at `path` that holds `checkpoint` of the run in `parent`, and what was recorded until then.
 
     Files that never change are linked where the disk allows it. Raises ValueError if `path` cannot be used, and for a
@@ -222,7 +227,9 @@ def forked_folder(path: Path, config: Any, parent: Path, checkpoint: Path, optio
     return folder
 
 
-def folder_with_weights(path: Path, config: Any, parent: Path, checkpoint: Path, options: Sequence[str]) -> RunFolder:
+def folder_with_weights(
+    path: Path, config: "DataclassInstance", parent: Path, checkpoint: Path, options: Sequence[str]
+) -> RunFolder:
     """A new run's folder at `path` that begins at step 1 with the weights of a checkpoint of the run in `parent`.
 
     Raises ValueError if `path` cannot be used; and `RecordingError`, with no folder left, if it does not fit.
@@ -234,7 +241,9 @@ def folder_with_weights(path: Path, config: Any, parent: Path, checkpoint: Path,
     return folder
 
 
-def _write_origin(path: Path, config: Any, parent: Path, options: Sequence[str], step: int, **more: str) -> None:
+def _write_origin(
+    path: Path, config: "DataclassInstance", parent: Path, options: Sequence[str], step: int, **more: str
+) -> None:
     """Writes the recipe of a fork, and where it comes from."""
     recipe = saved_recipe(parent)
     added = {**recipe, "options": [*recipe["options"], *([options] if options else [])], "inputs": inputs_of(config)}
@@ -279,7 +288,7 @@ def _with_recorded_models(config: Any, folder: Path) -> Any:
     return replace(config, **same) if same else config
 
 
-def _model_names(config: Any) -> dict[str, str]:
+def _model_names(config: object) -> dict[str, str]:
     named = {each: getattr(config, each) for each in _MODELS if hasattr(config, each)}
     return {each: name for each, name in named.items() if isinstance(name, str)}
 

@@ -167,7 +167,7 @@ def _loop(config: Any) -> "Loop":
     return config.loop()
 
 
-def _until_the_end(loop: "Loop", config: Any, folder: "RunFolder", output: CapturedOutput) -> int:
+def _until_the_end(loop: "Loop", config: object, folder: "RunFolder", output: CapturedOutput) -> int:
     """Runs the loop and ends all of its processes. Returns the exit status."""
     from controller.commands.export_run import add_model_card, name_of_data
     from controller.commands.saved_recipe import command_of

@@ -21,14 +21,23 @@ PARENT_FILE = "parent.json"
 
 def find_run(name: str, runs: Path) -> Path:
     """The folder of a run given by path or by its name within `runs`. Raises ValueError if there is no such run."""
-    paths = dict.fromkeys((Path(name), runs / name))
-    for path in paths:
-        if (path / CONFIG_FILE).is_file():
+    if (path := run_of(name, runs)) is None:
+        paths = dict.fromkeys((Path(name), runs / name))
+        raise ValueError(f"there is no run {name}: no {CONFIG_FILE} in {' or '.join(map(str, paths))}")
+    return path
+
+
+def run_of(name: str, runs: Path) -> Path | None:
+    """The run of this path or name; None if there is none. A model's directory has a config.json but no logs."""
+    for path in (Path(name), runs / name):
+        if (path / CONFIG_FILE).is_file() and (path / "logs").is_dir():
             return path
-    raise ValueError(f"there is no run {name}: no {CONFIG_FILE} in {' or '.join(map(str, paths))}")
+    return None
 
 
-def save_recipe(folder: Path, file: Path, options: Sequence[str], recording: Path | None = None, **more: Any) -> None:
+def save_recipe(
+    folder: Path, file: Path, options: Sequence[str], recording: Path | None = None, **more: object
+) -> None:
     """Saves the origin of a run's configuration: the recipe's source, its options, its recording, and more."""
     recipe = {
         "schema_version": SCHEMA_VERSION,
@@ -56,7 +65,7 @@ def saved_recipe(folder: Path) -> dict[str, Any]:
             f"{folder} holds no {RECIPE_FILE}: it was not started by `ownloop run`; the script that started it "
             "continues it with RunFolder(path, config, resume=True)"
         )
-    recipe: dict[str, Any] = read_json(file)
+    recipe = read_json(file)
     check_schema(recipe, folder)
     return recipe
 

@@ -11,7 +11,8 @@ from tyro.conf import Positional, arg
 
 from controller.commands.command import OfRuns, TakesFields
 from controller.commands.output import CapturedOutput
-from controller.commands.recipes import configuration, find_recipe
+from controller.commands.recipes import configuration, recipe_files
+from controller.commands.saved_recipe import run_of
 from controller.runs.folder import CONFIG_FILE, METRICS, ROLLOUTS, check_run_schema, read_json, to_json
 from controller.runs.metric_rows import last_row_with, metric_rows
 
@@ -101,15 +102,8 @@ class Show(OfRuns, TakesFields):
 
 def _run_folder(name: str, runs: Path) -> Path | None:
     """The run of this path or name, unless the name is a recipe's."""
-    if (Path(name) / CONFIG_FILE).is_file():
-        return Path(name)
-    if not (runs / name / CONFIG_FILE).is_file():
-        return None
-    try:
-        find_recipe(name)
-    except ValueError:
-        return runs / name
-    return None
+    run = run_of(name, runs)
+    return None if run != Path(name) and name in recipe_files() else run
 
 
 def _last_rollouts(run: Path) -> "Iterator[tuple[str, Sequence[Group]]]":

@@ -323,7 +323,7 @@ class TrainerHandle:
         await self.mesh.call("to", arguments, needs_memory=False)
 
     async def _compute(
-        self, verb: str, batch: Sequence[Datum], option: Any, *, loss: Loss | None = None
+        self, verb: str, batch: Sequence[Datum], option: object, *, loss: Loss | None = None
     ) -> ForwardBackwardOutput:
         """Sends each data-parallel rank its local batch and `option`. A thread checks, plans and pickles the batch."""
         self._check_not_dropped()

@@ -86,7 +86,7 @@ class Launcher:
         self._log_dir = Path(log_dir)
         self._hosts = hosts
         self._assignments = Assignments(None if beside is None else beside._assignments)
-        self._starts: list[asyncio.Task[Any]] = []
+        self._starts: list[asyncio.Task[object]] = []
         self._num_named = self._num_ready = 0  # trainers and generators: all, and started ones
         self._running: list[Stoppable] = []
         self._store_name = _free_store_names.pop() if _free_store_names else f"weights-{uuid.uuid4().hex}"
@@ -297,7 +297,7 @@ class Launcher:
             task.add_done_callback(partial(self._start_ended, name))
         return task
 
-    def _start_ended(self, name: str, start: "asyncio.Task[Any]") -> None:
+    def _start_ended(self, name: str, start: "asyncio.Task[object]") -> None:
         if not start.cancelled() and start.exception() is None:
             self._num_ready += 1
             report_progress(f"{name} is ready", self._num_ready, self._num_named)

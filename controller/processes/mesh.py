@@ -258,7 +258,7 @@ async def _explained(call: Awaitable[T], mesh: str) -> T:
 class _NoForwarding(LoggingManager):
     """Starts no actors that forward output, and has nothing to flush."""
 
-    async def init(self, proc_mesh: Any, stream_to_client: bool) -> None:
+    async def init(self, proc_mesh: object, stream_to_client: bool) -> None:
         """Starts nothing. The output of a process goes to its log, which it opens itself."""
 
     async def flush_async(self) -> None:

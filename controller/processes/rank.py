@@ -31,16 +31,18 @@ from controller.processes.errors import ArgumentsError, ProcessDiedError
 
 _LARGE_BYTES = 1 << 20
 _NOT_STARTED = "error creating proc"
+_Message = tuple[int, bytes, tuple[str, str] | None]
+"""The id of a call, its pickled answer, and what was raised, in words, without and with its traceback."""
 
 
 class Answering(Actor):
     """What every actor of a mesh has besides its own endpoints."""
 
-    _port: Port[Any]
+    _port: Port[_Message]
     _running: ClassVar[set[asyncio.Task[None]]] = set()  # asyncio itself keeps no task alive
 
     @endpoint
-    async def open_port(self, port: Port[Any]) -> None:
+    async def open_port(self, port: Port[_Message]) -> None:
         """Answers go through `port` from now on."""
         self._port = port
 
@@ -85,7 +87,7 @@ async def _call(actor: Actor, verb: str, arguments: bytes) -> Any:
     return await method(actor, *args)
 
 
-async def _answer(port: Port[Any], call_id: int, call: Callable[[], Awaitable[Any]]) -> None:
+async def _answer(port: Port[_Message], call_id: int, call: Callable[[], Awaitable[object]]) -> None:
     try:
         port.send((call_id, cloudpickle.dumps(await call()), None))
     except BaseException as error:
@@ -138,7 +140,7 @@ class Rank:
         self._end: BaseException | None = None
 
     @staticmethod
-    def packed(verb: str, args: Sequence[Any]) -> bytes:
+    def packed(verb: str, args: Sequence[object]) -> bytes:
         """The arguments of a call, pickled, in any thread. Raises `ArgumentsError` for what cannot be pickled."""
         try:
             return cloudpickle.dumps(args)
@@ -175,14 +177,14 @@ class Rank:
             task.cancel()
 
     def _open(self, loop: asyncio.AbstractEventLoop) -> None:
-        port, receiver = Channel[Any].open()
+        port, receiver = Channel[_Message].open()
         self._end = None
         opened = self._actor.open_port.call_one(port)
         self._tasks = [loop.create_task(self._read(receiver)), loop.create_task(self._watch(opened))]
         for task in self._tasks:
             task.add_done_callback(self._ended)
 
-    async def _read(self, receiver: PortReceiver[Any]) -> None:
+    async def _read(self, receiver: PortReceiver[_Message]) -> None:
         while True:
             call_id, packed, error = await receiver.recv()
             answer = self._waiting.get(call_id)

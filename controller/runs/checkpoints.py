@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, TypeGuard, cast
+from typing import TypedDict, TypeGuard, cast
 
 from controller.launching.hosts import Tell, kept
 from controller.launching.launcher import Launcher
@@ -376,7 +376,7 @@ def checkpoint_of(run: Path, step: int | None) -> Path:
 
 
 async def export_checkpoint(
-    config: Any, checkpoint: Path, directory: Path, log_dir: Path, tell: Tell, *, alone: bool = False
+    config: LoopConfig, checkpoint: Path, directory: Path, log_dir: Path, tell: Tell, *, alone: bool = False
 ) -> None:
     """Writes the policy of a checkpoint to `directory`; of an adapter the merged model, or with `alone` that alone.
 

@@ -15,7 +15,7 @@ import rich.console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from rl.rollouts.evaluation import Evaluation, Measurement
+from rl.rollouts.evaluation import Evaluation, Interval, Measurement
 from rl.types import Group
 
 _PLAIN_WIDTH = 80  # of lines of steps, where the stream is no terminal and COLUMNS does not say otherwise
@@ -111,19 +111,18 @@ class Console:
         """Shows the reward on held-out problems; `label` says when ("before training", "after 10 steps")."""
         for prefix, part in evaluation.sets.items():
             for name, interval in part.intervals.items():
-                line = Text(f"held-out {f'{prefix}{name}'.replace('_', ' ')} {label}: ", style="bold")
-                line.append(f"{interval.mean:.3f}", style="bold green")
-                line.append(f"  95 % interval [{interval.low:.3f}, {interval.high:.3f}], {len(part.groups)} problems")
-                self._print(line)
+                self._held_out(f"{prefix}{name}", label, interval, ".3f", f"{len(part.groups)} problems")
 
     def measurements(self, label: str, measured: Mapping[str, Measurement]) -> None:
         """Shows measurements on held-out data, by name; `label` as in `evaluation`."""
         for name, measurement in measured.items():
-            interval = measurement.interval
-            line = Text(f"held-out {name.replace('_', ' ')} {label}: ", style="bold")
-            line.append(f"{interval.mean:.4g}", style="bold green")
-            line.append(f"  95 % interval [{interval.low:.4g}, {interval.high:.4g}], {len(measurement.values)} items")
-            self._print(line)
+            self._held_out(name, label, measurement.interval, ".4g", f"{len(measurement.values)} items")
+
+    def _held_out(self, name: str, label: str, interval: Interval, form: str, size: str) -> None:
+        line = Text(f"held-out {name.replace('_', ' ')} {label}: ", style="bold")
+        line.append(format(interval.mean, form), style="bold green")
+        line.append(f"  95 % interval [{interval.low:{form}}, {interval.high:{form}}], {size}")
+        self._print(line)
 
     def samples(self, groups: Sequence[Group]) -> None:
         """Shows the first rollout of each group: prompt, completion, reward."""

@@ -135,7 +135,7 @@ class LoopConfig:
         return replace(self.trainer, lora=self.lora)
 
     @property
-    def suited_to_an_adapter(self) -> dict[str, Any]:
+    def suited_to_an_adapter(self) -> dict[str, object]:
         """The fields that differ by default where the command line switches `lora` on."""
         rate = self.learning_rate if self.lora_learning_rate is None else self.lora_learning_rate
         return {"learning_rate": rate, "trainer": replace(self.trainer, compile=False)}
@@ -308,10 +308,10 @@ class GroupLoopConfig(RolloutLoopConfig):
         return get_advantage(self.advantage)
 
 
-def differences(before: Any, after: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+def differences(before: object, after: object, prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """Dotted field -> the two values, for all fields in which two configurations (in JSON types) differ."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
-        old, new = cast("Mapping[str, Any]", before), cast("Mapping[str, Any]", after)
+        old, new = cast("Mapping[str, object]", before), cast("Mapping[str, object]", after)
         found: dict[str, tuple[Any, Any]] = {}
         for key in [*old, *(key for key in new if key not in old)]:
             found |= differences(old.get(key, ABSENT), new.get(key, ABSENT), f"{prefix}.{key}" if prefix else key)

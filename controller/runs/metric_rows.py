@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any
 
 Row = dict[str, float]
 
@@ -60,7 +59,7 @@ def _row(line: bytes, where: Callable[[], str], run: Path) -> Row:
     return {sys.intern(name): math.nan if value is None else value for name, value in row.items()}
 
 
-def check_schema(saved: Mapping[str, Any], run: Path) -> None:
+def check_schema(saved: Mapping[str, object], run: Path) -> None:
     """Raises ValueError unless a row of `metrics.jsonl`, or `recipe.json`, of the run in this folder has our schema."""
     if (found := saved.get("schema_version", 1)) != SCHEMA_VERSION:
         raise ValueError(

@@ -21,7 +21,7 @@ from controller.runs.folder import RunFolder
 from controller.runs.loop_config import Loop, options_of
 
 
-async def run_with_restarts(loop: Loop, config: Any, folder: RunFolder, console: Console) -> None:
+async def run_with_restarts(loop: Loop, config: object, folder: RunFolder, console: Console) -> None:
     """Runs a loop to its end, and begins it again when a process fails, `max_restarts` times at most.
 
     A configuration without that field is not restarted. Raises `MeshError` if the loop may not be restarted (again);
@@ -35,7 +35,7 @@ async def run_with_restarts(loop: Loop, config: Any, folder: RunFolder, console:
 
 
 async def _until_the_end(
-    limit: "RestartLimit | None", loop: Loop, config: Any, folder: RunFolder, console: Console
+    limit: "RestartLimit | None", loop: Loop, config: object, folder: RunFolder, console: Console
 ) -> None:
     while True:
         try:

@@ -109,7 +109,7 @@ class RolloutSource:
         )
 
     @property
-    def sampled_as(self) -> dict[str, Any]:
+    def sampled_as(self) -> dict[str, object]:
         """What groups depend on, in JSON types: those that wait in a checkpoint fit no fork with another value."""
         config = self._config
         return to_json({"size": config.group_size, "sampling": config.sampling, "env": config.env, "seed": config.seed})

@@ -13,6 +13,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ownloop_doctors.comparisons import (
+    require,
+    require_close,
+    require_equal,
+    require_names,
+    sampled_otherwise,
+    size_of_terms,
+)
 from rl.losses import LossInputs, get_loss
 from rl.tiny_models import random_batch
 from rl.types import AdamParams, Datum, ForwardBackwardOutput
@@ -26,12 +34,6 @@ from trainer.engines.contract.reference import (
     parameters,
     published,
     random_groups,
-    require,
-    require_close,
-    require_equal,
-    require_names,
-    sampled_otherwise,
-    size_of_terms,
 )
 
 # AdamW makes a whole step of the smallest gradient; with this eps, not of one that is only a rounding error.

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ownloop_doctors.comparisons import require, require_close, require_names, sampled_otherwise
 from rl.losses import LossInputs, get_loss
 from rl.system.hf_config import experts_of, read_config
 from rl.tiny_models import random_batch
@@ -20,16 +21,7 @@ from trainer.config import TrainerConfig
 from trainer.engine_table import find_engine
 from trainer.engines.base import Engine
 from trainer.engines.contract.plain_ranks import LENGTHS, full, plan, spawn, whole
-from trainer.engines.contract.reference import (
-    ReferencePolicy,
-    published,
-    random_groups,
-    require,
-    require_close,
-    require_names,
-    routed,
-    sampled_otherwise,
-)
+from trainer.engines.contract.reference import ReferencePolicy, published, random_groups, routed
 
 PARAMS = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5, weight_decay=0.1)
 Build = Callable[[TrainerConfig], Engine]

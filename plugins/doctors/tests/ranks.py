@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ownloop_doctors.comparisons import require_close
 from ownloop_doctors.several_ranks import PARAMS, Build, layout_script
 from rl.losses import get_loss
 from rl.tiny_models import random_batch
@@ -21,7 +22,6 @@ from tests.stores import FakeStore
 from trainer.config import TrainerConfig
 from trainer.engines.base import Engine
 from trainer.engines.contract.plain_ranks import LENGTHS, plan, whole
-from trainer.engines.contract.reference import require_close
 from trainer.push import WeightPublisher
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from controller.commands.cli import main
 from ownloop_doctors.check_parts import parse_layout
+from ownloop_doctors.comparisons import ContractError
 from ownloop_doctors.kit import Finding, check_engine
 from ownloop_doctors.one_rank import MODEL_CHECKS, STATE_CHECKS, Subject
 from rl.losses import Loss
@@ -21,7 +22,6 @@ from trainer.config import TrainerConfig
 from trainer.engine_table import ENGINES, find_engine
 from trainer.engines import load_engine
 from trainer.engines.base import Engine, Microbatch
-from trainer.engines.contract.reference import ContractError
 from trainer.engines.hf.fsdp2 import Fsdp2Engine
 
 

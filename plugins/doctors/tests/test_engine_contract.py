@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ownloop_doctors.comparisons import require_equal
 from ownloop_doctors.one_rank import MICROBATCHES, MODEL_CHECKS, STATE_CHECKS, Check, Subject
 from rl.data.packing import PackedRow
 from rl.lora import LoRAConfig
@@ -23,7 +24,7 @@ from tests.trainer.engine_params import ENGINE_PARAMS, ENGINES, engine_param
 from trainer.config import TrainerConfig
 from trainer.engines import base, load_engine
 from trainer.engines.base import Engine, Microbatch, MicrobatchHooks
-from trainer.engines.contract.reference import ReferencePolicy, gradients, require_equal
+from trainer.engines.contract.reference import ReferencePolicy, gradients
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy
 
 MODELS: dict[str, Callable[[Path], Path]] = {

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from ownloop_doctors.comparisons import require_equal
 from ownloop_doctors.several_ranks import LAYOUT_CHECKS, LayoutResults, run_layout
 from plugins.doctors.tests.ranks import script
 from rl.lora import LoRAConfig
@@ -17,7 +18,7 @@ from tests.trainer.engine_params import INSTALLED
 from trainer.config import TrainerConfig
 from trainer.engine_table import find_engine
 from trainer.engines.contract.plain_ranks import spawn
-from trainer.engines.contract.reference import by_stored_name, require_equal
+from trainer.engines.contract.reference import by_stored_name
 
 pytestmark = pytest.mark.ranks
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from ownloop_doctors.comparisons import require_close, sampled_otherwise
 from ownloop_families.tiny import TINY_FAMILIES
 from rl.losses import get_loss
 from rl.system.hf_config import experts_of, read_config
@@ -17,15 +18,7 @@ from tests.trainer.engine_params import engine_param
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
-from trainer.engines.contract.reference import (
-    ReferencePolicy,
-    gradients,
-    importance_sampling,
-    random_groups,
-    require_close,
-    routed,
-    sampled_otherwise,
-)
+from trainer.engines.contract.reference import ReferencePolicy, gradients, importance_sampling, random_groups, routed
 
 BATCH = random_groups([(9, (4, 9, 3)), (12, (5, 5))], vocab_size=2)
 

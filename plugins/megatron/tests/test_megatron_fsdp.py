@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ownloop_doctors.comparisons import require_close, require_equal
 from ownloop_doctors.one_rank import MICROBATCHES, MODEL_CHECKS, STATE_CHECKS, Check, Subject
 from ownloop_doctors.several_ranks import LAYOUT_CHECKS, LayoutResults, layout_script, run_layout
 from plugins.doctors.tests.ranks import script
@@ -22,7 +23,7 @@ from rl.types import AdamParams
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
-from trainer.engines.contract.reference import gradients, require_close, require_equal
+from trainer.engines.contract.reference import gradients
 from trainer.engines.model_check import check_model
 
 MODELS: dict[str, Callable[[Path], Path]] = {

@@ -15,17 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from rl.sampling import KeptSets
 from rl.system.model_files import stored_shapes
 from rl.tiny_models import VOCAB_SIZE
 from rl.types import Datum
 from rl.weights.memory import WeightBuffer
 from rl.weights.store import living_versions
 from trainer.engines.base import Engine
-from trainer.engines.contract.plain_ranks import relative_error
 from trainer.push import WeightPublisher
 
 TokenLoss = Callable[[Tensor, dict[str, Tensor]], Tensor]
@@ -62,24 +60,6 @@ def random_groups(
             }
             batch.append(Datum(tokens=tokens[:-1], loss_inputs=inputs))
     return [batch[i] for i in rng.permutation(len(batch))]  # in no order that a packer could rely on
-
-
-def sampled_otherwise(batch: Sequence[Datum]) -> list[Datum]:
-    """The datums as if sampled at different temperatures, and two of three from a cut distribution.
-
-    The first token of a datum was sampled from the whole vocabulary.
-    """
-    rng = np.random.default_rng(0)
-
-    def kept(datum: Datum) -> KeptSets:
-        cut = [np.flatnonzero(rng.random(VOCAB_SIZE) < rng.random()) for _ in datum.tokens[1:]]
-        pairs = zip(cut, datum.loss_inputs["target_tokens"][1:], strict=True)
-        return KeptSets.of([[], *(np.union1d(tokens, [target]) for tokens, target in pairs)])
-
-    return [
-        replace(datum, temperature=(0.6, 1.0, 1.7)[i % 3], kept=kept(datum) if i % 3 else None)
-        for i, datum in enumerate(batch)
-    ]
 
 
 def routed(batch: Sequence[Datum], experts: tuple[int, int, int] | None) -> list[Datum]:
@@ -155,7 +135,9 @@ class ReferencePolicy:
         return by_stored_name({name: p.detach() for name, p in self.model.named_parameters()}, self._stored)
 
 
-def _replay(ids: Tensor, router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+def _replay(
+    ids: Tensor, router: nn.Module, _inputs: object, output: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, ...]:
     """A router's output with the experts `ids` [T, k] in the place of its own."""
     logits = output[0]
     weights = logits.softmax(-1).gather(1, ids)
@@ -210,9 +192,9 @@ class LocalStore:
     """A dictionary with TorchStore's interface."""
 
     def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, object] = {}
 
-    async def put(self, key: str, value: Any) -> None:
+    async def put(self, key: str, value: object) -> None:
         """See `Store`."""
         self.values[key] = value
 
@@ -225,16 +207,6 @@ class LocalStore:
         del self.values[key]
 
 
-class ContractError(AssertionError):
-    """An engine does not keep its contract. The message says what was compared and by how much it differs."""
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises ContractError with the message unless the condition holds."""
-    if not condition:  # its own error: an assertion can be switched off
-        raise ContractError(message)
-
-
 def gradients(engine: Engine) -> dict[str, Tensor]:
     """A copy of every gradient of this rank, by Hugging Face name."""
     return {name: p.grad.clone() for name, p in engine.hf_parameters() if p.grad is not None}
@@ -243,46 +215,3 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
 def parameters(engine: Engine) -> dict[str, Tensor]:
     """A copy of every parameter of this rank, by Hugging Face name."""
     return {name: p.detach().clone() for name, p in engine.hf_parameters()}
-
-
-def require_close(what: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> float:
-    """Returns the worst relative error of any tensor. Raises ContractError if it is above the tolerance."""
-    require_names(what, actual, expected)
-    errors = {name: _error(actual[name], expected[name]) for name in expected}
-    name = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))  # NaN is the worst
-    if not errors[name] <= tolerance:  # also false for NaN
-        raise ContractError(f"{what}: {name} differs by {errors[name]:.1e}; at most {tolerance:.0e} is accepted")
-    return errors[name]
-
-
-def require_equal(what: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raises ContractError unless all tensors are the same to the last bit."""
-    require_names(what, actual, expected)
-    differing = [name for name in expected if not torch.equal(actual[name], expected[name])]
-    require(not differing, f"{what}: {len(differing)} of {len(expected)} differ, the first is {(differing or [''])[0]}")
-
-
-def require_names(what: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raises ContractError unless both hold tensors of the same names and shapes."""
-    missing, surplus = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected.keys())
-    if missing or surplus:
-        raise ContractError(f"{what}: missing are {missing[:3] or 'none'}, not expected are {surplus[:3] or 'none'}")
-    for name, tensor in expected.items():
-        if actual[name].shape != tensor.shape:
-            raise ContractError(  # shapes by name, because values would broadcast
-                f"{what}: {name} has shape {tuple(actual[name].shape)} instead of {tuple(tensor.shape)}"
-            )
-
-
-def _error(actual: Tensor, expected: Tensor) -> float:
-    """The relative error, also of zeros."""
-    return 0.0 if torch.equal(actual, expected) else relative_error(actual, expected)
-
-
-def size_of_terms(batch: Sequence[Datum], logprobs: Sequence[NDArray[np.float32]]) -> float:
-    """Sum of the absolute terms of `importance_sampling`: the terms themselves may nearly cancel each other."""
-    terms = [
-        datum.weights * np.exp(scored - datum.loss_inputs["logprobs"]) * datum.loss_inputs["advantages"]
-        for datum, scored in zip(batch, logprobs, strict=True)
-    ]
-    return float(sum(np.abs(each).sum() for each in terms))

@@ -7,7 +7,6 @@ https://huggingface.co/docs/transformers/en/attention_interface
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -38,7 +37,7 @@ def prepare_kernel(device: torch.device) -> None:
         activate_flash_attention_impl(faster)
 
 
-def arguments(bounds: Bounds | None) -> Mapping[str, Any]:
+def arguments(bounds: Bounds | None) -> Mapping[str, Bounds]:
     """What a model's forward pass takes so that `attend` gets it; nothing for transformers' own attention."""
     return {} if bounds is None else {_BOUNDS: bounds}
 
@@ -54,7 +53,7 @@ def attend(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     document_bounds: Bounds | None = None,
-    **options: Any,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """query [1, heads, L, D], key and value [1, key-value heads, L, D] -> [1, L, heads, D]; values may be narrower.
 
@@ -78,7 +77,9 @@ def attend(
     return out[None, ..., : value.shape[-1]], None
 
 
-def _refusal(module: nn.Module, mask: Tensor | None, query: Tensor, value: Tensor, options: Mapping[str, Any]) -> str:
+def _refusal(
+    module: nn.Module, mask: Tensor | None, query: Tensor, value: Tensor, options: Mapping[str, object]
+) -> str:
     """Why `attend` cannot compute what is asked; empty if it can."""
     asked = [name for name in _UNSUPPORTED if options.get(name) is not None]
     if asked:
@@ -91,7 +92,14 @@ def _refusal(module: nn.Module, mask: Tensor | None, query: Tensor, value: Tenso
 
 
 def varlen_on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, *_: Any, scale: float | None, window_size: tuple[int, int], **__: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor,
+    *_: object,
+    scale: float | None,
+    window_size: tuple[int, int],
+    **__: object,
 ) -> Tensor:
     """What `varlen_attn` computes, for tests: that has no kernel on the CPU."""
     outputs: list[Tensor] = []

@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from rl.checks import first_names
 from rl.data.packing import PackedRow
@@ -317,13 +317,13 @@ class TransformersPolicy(nn.Module):
             )
 
 
-def _options(config: Any) -> dict[str, Any]:
+def _options(config: PretrainedConfig) -> dict[str, Any]:
     """How transformers builds the model. Its other kinds of attention leave a cap of logits (Gemma 2) out."""
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     return {"attn_implementation": attention, "trust_remote_code": False}
 
 
-def _without_dropout(config: Any) -> Any:
+def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     """The settings without dropout, which would make log-probs random."""
     for name, value in config.to_dict().items():
         if isinstance(value, float) and "drop" in name:
@@ -331,7 +331,7 @@ def _without_dropout(config: Any) -> Any:
     return config
 
 
-def _logit_factor(config: Any) -> float:
+def _logit_factor(config: PretrainedConfig) -> float:
     """What logits are multiplied by after the output projection, under the names of Granite's and Cohere's config."""
     return getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
 

@@ -46,7 +46,7 @@ class CheckpointReader(FileSystemReader):
         super().__init__(path)
         self._directory = path
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """The contents of `.metadata`.
 
         Raises ValueError, naming file and class, if it holds anything but the metadata of tensors in this directory.

@@ -87,10 +87,10 @@ class FrozenBase(Engine):
         self._engine.hooks = self.hooks
         return self._engine.forward(microbatches, entropy=entropy)
 
-    def forward_backward(self, *_: Any, **__: Any) -> NoReturn:
+    def forward_backward(self, *_: object, **__: object) -> NoReturn:
         self._refuse("forward_backward")
 
-    def optim_step(self, *_: Any, **__: Any) -> NoReturn:
+    def optim_step(self, *_: object, **__: object) -> NoReturn:
         self._refuse("optim_step")
 
     def zero_grad(self) -> None:
@@ -108,19 +108,19 @@ class FrozenBase(Engine):
     def hf_parameters(self) -> Iterator[tuple[str, Tensor]]:
         return self._engine.hf_parameters()
 
-    def save_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
+    def save_checkpoint(self, *_: object, **__: object) -> NoReturn:
         self._refuse("save_checkpoint")
 
     def wait_for_checkpoint(self) -> None:
         """Does nothing, because none is written."""
 
-    def load_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
+    def load_checkpoint(self, *_: object, **__: object) -> NoReturn:
         self._refuse("load_checkpoint")
 
     def export_hf(self, path: Path, dtype: torch.dtype) -> None:
         self._engine.export_hf(path, dtype)
 
-    def export_peft(self, *_: Any, **__: Any) -> NoReturn:
+    def export_peft(self, *_: object, **__: object) -> NoReturn:
         self._refuse("export_peft")
 
     def _refuse(self, verb: str) -> NoReturn:

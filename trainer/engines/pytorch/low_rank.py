@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Collection, Generator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rl.lora import ATTENTION_MODULES, FURTHER_ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULES, LoRAConfig, tensor_name
 from rl.system.hardware import available_memory_bytes
+from rl.system.ranks import all_gather
 
 # A parameter, its gradient and its two moments, in float32.
 _BYTES_PER_PARAMETER = 16
@@ -178,11 +179,7 @@ def check_memory(config: LoRAConfig, layers: Mapping[str, Adaptable], device: to
 
 def all_names(names: Collection[str]) -> set[str]:
     """The names of all ranks. A collective."""
-    if not dist.is_initialized():
-        return set(names)
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, list(names))
-    return {name for of_rank in of_ranks for name in of_rank}
+    return {name for of_rank in all_gather(list(names)) for name in of_rank}
 
 
 @torch.no_grad()

@@ -136,7 +136,7 @@ class Optimizer:
         """Updates a piece while the next one comes and the last one goes back, so three are on the device at most."""
         on_gpu = device is not None and device.type == "cuda"
         incoming, outgoing = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if on_gpu else (None, None)
-        back: Any = None
+        back: torch.Event | None = None
         ahead = self._fetch(pieces[0], device)
         for piece, following in itertools.zip_longest(pieces, pieces[1:]):
             at_home = ahead
@@ -240,7 +240,7 @@ class Optimizer:
         ]
 
 
-def _beside(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
+def _beside(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
     """Within the block, a GPU's work is queued on another stream than its computation."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
@@ -25,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from rl.data.packing import PackedRow
 from rl.losses import Loss
+from rl.system.ranks import all_gather
 from rl.types import ForwardBackwardOutput
 from trainer.config import TrainerConfig
 from trainer.engines.pytorch.ranks import DTYPES
@@ -37,7 +37,7 @@ class StageInputs:
 
     tokens: Tensor
     """[1, L], the input of the first stage."""
-    others: Mapping[str, Any]
+    others: Mapping[str, object]
     """All other inputs, which every stage gets."""
 
 
@@ -220,8 +220,7 @@ class PipelinedRows(RowRunner):
 
     def shared_output(self, output: ForwardBackwardOutput) -> ForwardBackwardOutput:
         """The output of the pipeline's last rank, on every rank, with the most memory and time that any rank took."""
-        outputs: list[Any] = [None] * dist.get_world_size(self._pipeline.group)
-        dist.all_gather_object(outputs, output, self._pipeline.group)
+        outputs = all_gather(output, self._pipeline.group)
         names = ("memory_peak_bytes_max", "seconds_engine_max")
         most = {name: max(each.metrics[name] for each in outputs) for name in names}
         return replace(outputs[-1], metrics={**outputs[-1].metrics, **most})

@@ -239,12 +239,12 @@ class RoutedPlan:
     attention's plan, because every layer gets that, and gets it again when its activations are recomputed.
     """
 
-    attention: Any
+    attention: object
     experts: Tensor
     """[layers, L, k] int64"""
 
 
-def with_routes(attention: Any, row: PackedRow, device: torch.device, rows: Tensor | slice = slice(None)) -> Any:
+def with_routes(attention: object, row: PackedRow, device: torch.device, rows: Tensor | slice = slice(None)) -> object:
     """What attention needs to know, with the experts of the row's tokens `rows` if it has routes."""
     if row.routes is None:
         return attention
@@ -252,11 +252,11 @@ def with_routes(attention: Any, row: PackedRow, device: torch.device, rows: Tens
     return RoutedPlan(attention, experts[:, rows])
 
 
-def of_layer(plan: Any, layer: int) -> tuple[Any, Tensor | None]:
+def of_layer(plan: object, layer: int) -> tuple[Any, Tensor | None]:
     """What attention needs to know, and the experts [L, k] that a layer replays, if it does."""
     return (plan.attention, plan.experts[layer]) if isinstance(plan, RoutedPlan) else (plan, None)
 
 
-def to_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
+def to_tensor(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """Copies an array to the device."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

@@ -24,6 +24,7 @@ from controller.runs.folder import RunFolder
 from examples.engines.mindspore_engine.child import ChildError
 from examples.engines.mindspore_engine.engine import MindSporeEngine
 from examples.engines.mindspore_engine.start import mindspore_python
+from ownloop_doctors.comparisons import require_close, require_equal
 from ownloop_doctors.one_rank import (
     BATCH,
     MICROBATCHES,
@@ -41,7 +42,7 @@ from tests.made_up_plugin import write_plugin
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
-from trainer.engines.contract.reference import gradients, parameters, require_close, require_equal
+from trainer.engines.contract.reference import gradients, parameters
 from trainer.engines.pytorch.frozen_base import FrozenBase
 
 

@@ -32,7 +32,7 @@ from torchtitan.protocols.module import Module
 from rl.data.packing import Document
 from rl.system.decoders import Llama3RopeScaling
 from trainer.engines.pytorch.context_parallel import ContextMasks, RowShard, attend_in_context, context_masks
-from trainer.engines.pytorch.document_attention import document_attention, plan_row, segment_mask
+from trainer.engines.pytorch.document_attention import RowPart, document_attention, plan_row, segment_mask
 from trainer.engines.pytorch.hf_directory import scale_llama3
 from trainer.engines.titan._compat import compile_attention_untuned
 
@@ -53,9 +53,9 @@ class DocumentAttention(FlexAttention):
         k_BLNH: Tensor,  # noqa: N803
         v_BLNH: Tensor,  # noqa: N803
         *,
-        attention_masks: Any,
+        attention_masks: ContextMasks | Sequence[RowPart],
         scale: float | None = None,
-        **_: Any,
+        **_: object,
     ) -> Tensor:
         """[1, L, heads, head_dim] each; `attention_masks` is the row's plan, see `document_attention`.
 
@@ -84,7 +84,7 @@ class SegmentAttention(FlexAttention):
         k_BLNH: Tensor,  # noqa: N803
         v_BLNH: Tensor,  # noqa: N803
         *,
-        attention_masks: Any,
+        attention_masks: BlockMask | VarlenMetadata,
         **options: Any,
     ) -> Tensor:
         """[1, L, heads, head_dim] each; `attention_masks` is what the function of this name returns."""
@@ -205,7 +205,7 @@ class NormsRotated(GQAttention):
     class Config(GQAttention.Config):
         """Same fields as `GQAttention.Config`."""
 
-    def forward(self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:  # noqa: N803
+    def forward(self, x_BLD: Tensor, attention_masks: object, positions: Tensor | None = None) -> Tensor:  # noqa: N803
         """[1, L, D] -> [1, L, D]"""
         q, k, v = self.qkv_linear(x_BLD)
         q, k = self.rope(q, k, positions)

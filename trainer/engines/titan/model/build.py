@@ -94,7 +94,7 @@ class _WithoutReferences(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Sequence[object], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
         if getattr(func, "__module__", "") == nn.init.__name__:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +77,7 @@ class RowScorer:
             rows, scored, targets = shard.rows, shard.scored, targets[shard.where]
             distribution = distribution.at(shard.where)
             masks = sharded_attention_masks(self._decoder, positions[None], row.documents, shard, self._context_mesh)
-        others: Mapping[str, Any] = {
+        others: Mapping[str, object] = {
             "positions": positions[rows][None],
             "attention_masks": with_routes(masks, row, self._device, rows),
             "scored": scored,

@@ -76,7 +76,7 @@ class NormsAfterBlock(Qwen3TransformerBlock):
     class Config(Qwen3TransformerBlock.Config):
         """Same fields as `Qwen3TransformerBlock.Config`."""
 
-    def forward(self, x: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, attention_masks: object, positions: Tensor | None = None) -> Tensor:
         """[1, L, D] -> [1, L, D]"""
         x = x + self.attention_norm(self.attention(x, attention_masks, positions))
         return x + self.ffn_norm(self.feed_forward(x))
