@@ -316,12 +316,9 @@ def check_policy(policy: Policy, config: GeneratorConfig) -> None:
     if policy is None:
         return
     name = policy[0] if isinstance(policy, tuple) and len(policy) == 2 and isinstance(policy[1], int) else policy
-    if name is None:
-        raise ValueError(
-            f"policy is {policy!r}; the model itself has no frozen versions, its newest one is policy=None"
-        )
     if not isinstance(name, str):
-        raise ValueError(f"policy is {policy!r}; it must be None, an adapter's name or (name, version)")
+        accepted = "None, an adapter's name or (name, version); the model itself has no frozen versions"
+        raise ValueError(f"policy is {policy!r}; it must be {accepted}")
     if config.lora is None:
         raise ValueError(f"policy is {policy!r}; set GeneratorConfig.lora for a generator that serves adapters")
 

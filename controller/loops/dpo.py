@@ -5,13 +5,14 @@ policy before training: it scores all pairs before the first update. `rl/algorit
 """
 
 import functools
+from typing import Annotated
 
 from pydantic import PositiveInt
 
 from controller.launching.launcher import Launcher
 from controller.runs import Console, Loop, LoopConfig, Run, RunFolder, check_texts_fit, resolve_model
 from rl.algorithms import preferences as pairs
-from rl.configuration import AsItIs, configuration
+from rl.configuration import AsItIs, NotNegative, Positive, configuration, one_of
 from rl.data.sources import Preferences
 from rl.rollouts.evaluation import Evaluation
 from rl.rollouts.rendering import Renderer
@@ -27,11 +28,11 @@ class DPOConfig(LoopConfig):
     """A source of pairs, training and held-out: `rl.data.sources` has a JSONL file and an environment."""
     pairs_per_step: PositiveInt
     """Preference pairs that a step learns from; each counts the same."""
-    loss: str = "dpo"
+    loss: Annotated[str, one_of(lambda: pairs.PAIR_LOSSES)] = "dpo"
     """A row of `rl.algorithms.preferences.PAIR_LOSSES`."""
-    beta: float = 0.1
+    beta: Positive = 0.1
     """How strongly the policy is held to the reference; the scale of the reward in `simpo`, and lambda in `orpo`."""
-    margin: float = 0.0
+    margin: NotNegative = 0.0
     """By how much a chosen answer's implicit reward shall exceed the rejected one's, in `dpo` and `simpo`."""
     max_tokens: PositiveInt = 2048
     """A pair is left out, and counted, if either answer makes it longer than this."""

@@ -20,13 +20,13 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rl.advantages import gather_scored
-from rl.checks import check_above_zero, check_at_least, check_known
+from rl.configuration import NotNegative, Positive, configuration, one_of
 from rl.data.sources import Preference, text_to_datum
 from rl.losses.shared import LossFunction, LossInputs, Metrics
 from rl.protocols import Trainer
@@ -158,22 +158,19 @@ def weighted_values(scores: "Tensor", entropy: "Tensor | None", inputs: LossInpu
     return -(inputs.weights * scores).sum(), {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@configuration
 class PairLoss:
     """A loss of pairs with its options."""
 
-    name: str
+    name: Annotated[str, one_of(lambda: PAIR_LOSSES)]
     """A row of `PAIR_LOSSES`."""
-    beta: float
-    margin: float = 0.0
+    beta: Positive
+    margin: NotNegative = 0.0
     head: Head = "lm"
     """The trainer's: "value" for a reward model."""
 
     def __post_init__(self) -> None:
         """Raises ValueError naming the field, the value and what is accepted."""
-        check_known("loss", self.name, PAIR_LOSSES)
-        check_above_zero(beta=self.beta)
-        check_at_least(0, margin=self.margin)
         if self.margin and self.name not in WITH_MARGIN:
             raise ValueError(f"margin is {self.margin}, but loss {self.name!r} has none; leave it at 0")
         needed = "value" if self.name == "bradley_terry" else "lm"

@@ -11,13 +11,15 @@ import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from rl.checks import surrogate_fault
 
 Fault = Callable[[Any], str]
+Order = Callable[[int, int, int], Sequence[int]]
+"""(num_items, seed, epoch) -> a permutation of 0..num_items-1: the order in which this epoch goes through the items."""
 EVAL_FRACTION = 0.1
 T = TypeVar("T")
 
@@ -66,14 +68,6 @@ def parse_row(line: str, where: str, fields: Mapping[str, Fault]) -> dict[str, A
         if fault := surrogate_fault(found[name]) or fault_of(found[name]):
             raise ValueError(f"{where}: {name!r} {fault}")
     return {name: found[name] for name in fields}
-
-
-class Order(Protocol):
-    """The order in which one epoch of a stream goes through the items."""
-
-    def __call__(self, num_items: int, seed: int, epoch: int) -> Sequence[int]:
-        """A permutation of 0..num_items-1."""
-        ...
 
 
 @functools.lru_cache(maxsize=4)  # `stream` asks for every item, and a step may span two epochs

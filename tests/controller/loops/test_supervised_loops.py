@@ -157,7 +157,7 @@ def test_a_users_mistakes_are_told_before_any_process_starts(tmp_path: Path) -> 
         replace(config, weight_decay=-1.0)
     pairs = JsonlPreferences(path=good.path)
     of_pairs = DPOConfig(model=model, data=pairs, trainer=TRAINER, num_steps=2, pairs_per_step=2, learning_rate=1e-3)
-    with pytest.raises(ValueError, match=r"loss is 'dpo2', which is not known; did you mean 'dpo'"):
+    with pytest.raises(ValueError, match=r"loss is 'dpo2': not known; did you mean 'dpo'"):
         replace(of_pairs, loss="dpo2")
     with pytest.raises(ValueError, match=r"beta is 0"):
         replace(of_pairs, beta=0)
