@@ -130,7 +130,7 @@ def _as_value_error(error: ValidationError, owner: str = "") -> ValueError:
     """The first mistake, in one line; of a union, what each of its types says of the value."""
     first, *others = error.errors(include_url=False)
     cause = first.get("ctx", {}).get("error")
-    if not (first["loc"] or owner):  # of `__post_init__`, which names fields itself
+    if not (first["loc"] or owner):  # `__post_init__` raised it, and has named the field
         return cause if isinstance(cause, ValueError) else ValueError(f"{error.title}: {first['msg']}")
     same = [
         first,

@@ -244,7 +244,7 @@ class Datum:
     """By which logits are divided: the sampler's, so that policy, references and teachers score a token under the
     distribution that it was sampled from."""
     kept: KeptSets | None = None
-    """T sets: the words that the sampler's cut left for each target, to score it among them. None if it cut nothing."""
+    """T sets: the tokens that the sampler's cut left for each target, which is scored among them. None: it cut nothing."""
     routes: Ids | None = None
     """[T, layers, k] uint8 or uint16: the experts that the generator's layers chose for each token. The policy replays
     them; references, teachers and critics, which are other models, do not. None: layers choose for themselves."""
@@ -321,7 +321,7 @@ class ForwardBackwardOutput:
     """The result of `forward` or `forward_backward` for the whole batch, in its order."""
 
     logprobs: tuple[NDArray[np.float32], ...]
-    """One [T] per datum: log-prob of each target token at the datum's temperature among its kept words, and 0 where the
+    """One [T] per datum: log-prob of each target token at the datum's temperature among its kept tokens, 0 where the
     weight is 0. Empty for a value head."""
     entropy: tuple[NDArray[np.float32], ...] | None
     """One [T] per datum if asked for: entropy of the same distribution in nats, and 0 where the weight is 0."""

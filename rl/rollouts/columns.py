@@ -296,18 +296,18 @@ def _numbers(sequences: Sequence[Sequence[float] | None], dtype: DTypeLike) -> p
 def _sets(of_turns: Sequence[KeptSets | None]) -> pa.ListArray:
     """One list of sets per turn, null for None."""
     there = KeptSets.joined([KeptSets.whole(0), *(kept for kept in of_turns if kept is not None)])
-    words = pa.ListArray.from_arrays(
+    sets = pa.ListArray.from_arrays(
         pa.array(there.starts.astype(np.int32)), pa.array(there.ids.astype(np.int32)), type=_TOKENS
     )
     absent = pa.array([kept is None for kept in of_turns], pa.bool_())
-    return pa.ListArray.from_arrays(_offsets([kept or () for kept in of_turns]), words, mask=absent)
+    return pa.ListArray.from_arrays(_offsets([kept or () for kept in of_turns]), sets, mask=absent)
 
 
 def _kept(lists: pa.ListArray) -> list[KeptSets | None]:
     """`_sets` backwards."""
-    words, offsets, valid = lists.values, lists.offsets.to_pylist(), lists.is_valid().to_pylist()
-    ids = words.values.to_numpy(zero_copy_only=False)
-    every = KeptSets(ids, words.offsets.to_numpy().astype(np.int64))
+    sets, offsets, valid = lists.values, lists.offsets.to_pylist(), lists.is_valid().to_pylist()
+    ids = sets.values.to_numpy(zero_copy_only=False)
+    every = KeptSets(ids, sets.offsets.to_numpy().astype(np.int64))
     parts = (every.part(start, stop) for start, stop in itertools.pairwise(offsets))
     return [kept.compact() if there else None for kept, there in zip(parts, valid, strict=True)]
 

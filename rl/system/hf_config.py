@@ -152,7 +152,7 @@ def proven_architectures() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What callers ask of a checked model directory."""
+    """The settings of a checked model directory that a run needs before its processes start."""
 
     architecture: str
     """A class of transformers, often one of `proven_architectures`."""
