@@ -86,9 +86,12 @@ def _fault(entry: EntryPoint) -> str:
     if wanted is None:  # to load a part of a generator would take seconds
         return ""
     try:
-        package = getattr(load(entry, wanted), "requires", "")
+        loaded = load(entry, wanted)
     except ValueError as error:
         return str(error)
+    package = ""
+    if isinstance(loaded, EngineEntry) or (isinstance(loaded, type) and issubclass(loaded, Observer)):
+        package = loaded.requires
     if not package or importlib.util.find_spec(package) is not None:
         return ""
     return f"{entry.name!r} needs {package}, which is not installed: {how_to_install(package)}"

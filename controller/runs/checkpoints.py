@@ -43,7 +43,7 @@ _ADVICE = (
 )
 
 
-class Loop(TypedDict):
+class SavedLoop(TypedDict):
     """The contents of a checkpoint's `loop.json`."""
 
     step: int
@@ -107,14 +107,14 @@ def restored_position(folder: RunFolder) -> DataPosition:
     return DataPosition(next=loop["position"], step=loop["step"])
 
 
-def loop_of(checkpoint: Path) -> Loop:
+def loop_of(checkpoint: Path) -> SavedLoop:
     """A checkpoint's first file. Raises ValueError for a checkpoint of an earlier version, which lacks its place."""
     loop = read_json(checkpoint / LOOP_FILE)
     if "position" not in loop:
         raise ValueError(
             f"{checkpoint} lacks its place in the data: an earlier version of ownloop wrote it; continue it with that"
         )
-    return cast("Loop", loop)
+    return cast("SavedLoop", loop)
 
 
 class Checkpoints:
@@ -184,7 +184,7 @@ class Checkpoints:
             await asyncio.gather(*loads)
         return 1
 
-    def _loop_of(self, path: Path) -> Loop:
+    def _loop_of(self, path: Path) -> SavedLoop:
         """A checkpoint's first file. Raises ValueError for a checkpoint of other trainers."""
         loop = loop_of(path)
         if set(loop["trainers"]) != set(self._trainers):
@@ -296,7 +296,7 @@ class Checkpoints:
         for name, value in groups.items():
             self.folder.in_background(partial(write_rollouts, path / f"{name}.parquet", value))
         await self.folder.sync()  # `loop.json` promises these files
-        loop = Loop(
+        loop = SavedLoop(
             step=finished.step,
             trainers=[*self._trainers],
             lengths=finished.lengths,

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rl.data.batching import BatchPlan, plan_batch
+from rl.system.ranks import all_gather
 from rl.types import Datum
 from trainer.config import TrainerConfig
 from trainer.engine_table import all_engines
@@ -108,11 +109,7 @@ def whole(engine: Engine, *, gradients: bool = False) -> dict[str, Tensor]:
     # gradients may be None on other stages
     mine = {name: p.grad if gradients else p for name, p in engine.hf_parameters()}
     gathered = {name: full(tensor) for name, tensor in mine.items() if tensor is not None}
-    if not dist.is_initialized():
-        return gathered
-    ranks: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(ranks, gathered)
-    return {name: tensor for rank in ranks for name, tensor in rank.items()}
+    return {name: tensor for of_rank in all_gather(gathered) for name, tensor in of_rank.items()}
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from rl.lora import PEFT_PREFIX, LoRAConfig, adapted_modules
 from rl.system.decoders import DecoderConfig, Llama3RopeScaling
 from rl.system.hf_config import read_config, read_config_file, renamed, vision_of
 from rl.system.model_files import other_files, weight_files
+from rl.system.ranks import all_gather, own_rank
 from rl.types import Head
 from rl.weights.version import weight_dtype
 from trainer.engines.pytorch.checkpoint import on_rank_0
@@ -107,11 +108,10 @@ def write_hf_directory(
     A collective: the ranks gather one tensor after the other, and rank 0 keeps and writes them. What rank 0
     raises, every rank raises.
     """
-    is_writer = not dist.is_initialized() or dist.get_rank() == 0
     shards: list[dict[str, torch.Tensor]] = [{}]
     size_bytes = 0
     for name, tensor in _gathered(parameters, dtype):
-        if not is_writer:
+        if own_rank() > 0:
             continue
         if size_bytes + tensor.nbytes > shard_bytes:
             shards.append({})
@@ -166,16 +166,15 @@ def _gathered(parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
     if not dist.is_initialized():
         yield from ((name, _whole(parameter, weight_dtype(name, dtype))) for name, parameter in mine.items())
         return
-    shapes: list[dict[str, torch.Size]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(shapes, {name: parameter.shape for name, parameter in mine.items()})
+    shapes = all_gather({name: parameter.shape for name, parameter in mine.items()})
     holders = {name: rank for rank in reversed(range(len(shapes))) for name in shapes[rank]}
     for name, holder in sorted(holders.items()):
         # Every holder takes part in gathering a tensor; only the first of them sends it.
         cast = weight_dtype(name, dtype)
         full = _whole(mine[name], cast) if name in mine else torch.empty(shapes[holder][name], dtype=cast)
-        if holder != 0 and dist.get_rank() == holder:
+        if holder != 0 and own_rank() == holder:
             dist.send(full, dst=0)
-        elif holder != 0 and dist.get_rank() == 0:
+        elif holder != 0 and own_rank() == 0:
             dist.recv(full, src=holder)
         yield name, full
 
