@@ -244,7 +244,7 @@ class Datum:
     """By which logits are divided: the sampler's, so that policy, references and teachers score a token under the
     distribution that it was sampled from."""
     kept: KeptSets | None = None
-    """T sets: the tokens that the sampler's cut left for each target, which is scored among them. None: it cut nothing."""
+    """T sets: the tokens that a cut left for each target, which is scored among them. None if nothing was cut."""
     routes: Ids | None = None
     """[T, layers, k] uint8 or uint16: the experts that the generator's layers chose for each token. The policy replays
     them; references, teachers and critics, which are other models, do not. None: layers choose for themselves."""

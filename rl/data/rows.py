@@ -35,7 +35,7 @@ def read_rows(path: Path, fields: Mapping[str, Fault], row_fault: Fault = no_fau
     Every row must have these `fields`, each with a check of its value. `row_fault` checks a row of them.
     Raises ValueError for a file that cannot be read or has no row, and for the first bad line, naming file and line.
     """
-    path, needed = Path(path), ", ".join(map(repr, fields))
+    needed = ", ".join(map(repr, fields))
     if not path.is_file():
         raise ValueError(f"there is no file {path}; it should hold one JSON object per line with {needed}")
     rows: list[dict[str, Any]] = []

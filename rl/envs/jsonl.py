@@ -41,7 +41,7 @@ class JsonlReward:
     def __post_init__(self) -> None:
         """Reads the file. Raises ValueError for a bad row, naming file and line, and if the function is not found."""
         self._reward_function()
-        _forget_if_changed(Path(self.file))
+        _forget_if_changed(self.file)
         train_rows, eval_rows = self._split()
         if not train_rows or not eval_rows:
             raise ValueError(
@@ -52,7 +52,7 @@ class JsonlReward:
     @property
     def name(self) -> str:
         """The file's name without its extension."""
-        return Path(self.file).stem
+        return self.file.stem
 
     def train_problems(self, seed: int, start: int, count: int) -> list["JsonlProblem"]:
         """See `rl.protocols.Env`. Every epoch has every row once, in an order of its own."""
@@ -77,7 +77,7 @@ class JsonlReward:
         return named_function("JsonlReward.reward", self.reward)
 
     def _split(self) -> tuple[list[Mapping[str, object]], list[Mapping[str, object]]]:
-        return _read(Path(self.file), self.prompt_field, self.fields)
+        return _read(self.file, self.prompt_field, self.fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
