@@ -138,8 +138,8 @@ def engine_options(config: GeneratorConfig) -> dict[str, Any]:
     options |= _lora_options(config)
     family = find_family(read_config(config.model))
     head = {} if config.head_dtype is None else {"head_dtype": config.head_dtype}
-    given = {"hf_overrides": {}, **({} if family is None else family.engine_args), **config.engine_args}
-    options |= {**given, "hf_overrides": {**given["hf_overrides"], **head}, "trust_remote_code": False}
+    options |= {**({} if family is None else family.engine_args), **config.engine_args}
+    options |= {"hf_overrides": head, "trust_remote_code": False}
     for part in engine_parts(config, has_gpu=sees_gpu()):
         options |= part.engine_args()
     return options

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 
@@ -60,7 +60,7 @@ def _of_the_loss(terms: Terms) -> Iterator[Hypothesis]:
     loss = get_loss(terms.loss, terms.options)
     both = {**option_defaults(loss.function), **loss.options}
     if "clip_low_threshold" in both:
-        low, high = both["clip_low_threshold"], both["clip_high_threshold"]
+        low, high = (cast("float", both[f"clip_{side}_threshold"]) for side in ("low", "high"))
         for bounds in ((0.0, high), (low, _UNBOUNDED), (0.0, _UNBOUNDED), (max(2 - high, 0), 2 - low), (0.8, 1.2),
                        (0.8, 1.28)):  # fmt: skip
             if bounds != (low, high) and bounds[0] <= bounds[1]:

@@ -13,14 +13,14 @@ from controller.processes.mesh import Mesh
 from controller.processes.rank_processes import RankProcesses
 from generator.config import GeneratorConfig
 from rl.tiny_models import tiny_llama
-from rl.weights.version import VersionRecord, VersionRecords
+from rl.weights.version import Manifest, VersionRecord, VersionRecords
 from trainer.config import TrainerConfig
 from trainer.engines.model_check import ModelLimits
 
 RECORD = VersionRecord(
     version=0,
     push_index=0,
-    manifest=(),
+    manifest=Manifest(),
     dtype=torch.float32,
     transport="torchstore",
     host="",
