@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ _FILE = "ownloop.json"
 _FORMAT = 1
 Kind = Literal["checkpoint", "export"]
 T = TypeVar("T")
+State: TypeAlias = Mapping[str, "torch.Tensor | State"]
+"""Nested dictionaries of tensors, sharded or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,7 @@ def complete_collected(path: Path) -> None:
         complete(path, CheckpointInfo(**content))
 
 
-def write(path: Path, tensors: dict[str, Any], group: dist.ProcessGroup | None = None) -> dict[str, str]:
+def write(path: Path, tensors: dict[str, object], group: dist.ProcessGroup | None = None) -> dict[str, str]:
     """Writes every rank's shards to the hidden directory that `begin` made. A collective of the group.
 
     Returns the checksums of all shards. If one rank cannot write, every rank raises CheckpointException.
@@ -170,7 +172,7 @@ def read_info(path: Path, *, kind: Kind = "checkpoint") -> CheckpointInfo:
     return info
 
 
-def load(path: Path, state: Mapping[str, Any], model: Mapping[str, Any]) -> CheckpointInfo:
+def load(path: Path, state: Mapping[str, object], model: Mapping[str, Any]) -> CheckpointInfo:
     """Fills the tensors of `state` in place. A collective.
 
     Raises ValueError, before anything is changed, if `read_info` does, if the checkpoint is of another model, if a
@@ -289,7 +291,7 @@ class CheckpointSaver:
     def save(
         self,
         path: Path,
-        state: Mapping[str, Any],
+        state: State,
         info: CheckpointInfo,
         *,
         size_bytes: int,
@@ -314,7 +316,7 @@ class CheckpointSaver:
             if keep_last is not None:
                 keep_newest(path, keep_last)
 
-        def save(tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+        def save(tensors: dict[str, object], group: dist.ProcessGroup | None) -> None:
             with _naming(path):
                 complete(path, replace(info, checksums=write(path, tensors, group)), group)
             on_rank_0(prune, group)
@@ -350,7 +352,7 @@ def _take_idle_time() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+def _copied(state: State) -> dict[str, object]:
     return {
         key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else _copied(value)
         for key, value in state.items()
