@@ -80,17 +80,14 @@ def check_hardware(config: GeneratorConfig, *, has_gpu: bool | None = None) -> N
             f"GeneratorConfig.dtype is {config.dtype!r}; on the CPU vLLM computes the gated delta rule of "
             f"{config.model.name} in 'bfloat16' only"
         )
-    if config.engine_args.get("enable_chunked_prefill"):
-        raise ValueError(
-            "GeneratorConfig.engine_args['enable_chunked_prefill'] is True; on the CPU a request with a seed would end "
-            "vLLM, so it must be False"
-        )
-    if not config.engine_args.get("enforce_eager", True):
-        # A compiled graph holds on to the packed weights that it was traced with.
-        raise ValueError(
-            "GeneratorConfig.engine_args['enforce_eager'] is False; on the CPU a compiled model would still compute "
-            "with the weights it had before a pull"
-        )
+    for name, needed, why in (
+        ("enable_chunked_prefill", False, "a request with a seed would end vLLM"),
+        ("enforce_eager", True, "a compiled model would still compute with the weights it had before a pull"),
+    ):
+        if bool(config.engine_args.get(name, needed)) != needed:
+            raise ValueError(
+                f"GeneratorConfig.engine_args[{name!r}] is {not needed}; on the CPU it must be {needed}, or {why}"
+            )
 
 
 def engine_options(config: GeneratorConfig) -> dict[str, Any]:
