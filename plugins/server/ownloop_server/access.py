@@ -9,7 +9,7 @@ import binascii
 import contextlib
 import re
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Depends, HTTPException, Request
 from fastapi.responses import JSONResponse
@@ -210,7 +210,7 @@ async def _gateway(request: Request, user: Caller) -> Gateway:
     return gateway
 
 
-async def _json_object(request: Request) -> dict[str, Any]:
+async def _json_object(request: Request) -> dict[str, object]:
     """The body if it is a JSON object, with any content type; otherwise an empty dictionary."""
     if request.scope["path"] == TRAINING_PATH:  # its handler checks
         return {}

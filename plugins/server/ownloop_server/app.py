@@ -75,7 +75,7 @@ class InvalidCall(BaseModel):
     mistake: str
 
 
-async def client_config(request: Request) -> dict[str, Any]:
+async def client_config(request: Request) -> dict[str, object]:
     """Flags of the SDK: larger requests, so that one logical batch stays together, and losses that run here."""
     limits: Limits = request.app.state.limits
     return {
@@ -85,7 +85,7 @@ async def client_config(request: Request) -> dict[str, Any]:
     }
 
 
-async def dynamic_config() -> dict[str, Any]:
+async def dynamic_config() -> dict[str, object]:
     """No flags."""
     return {}
 
@@ -114,19 +114,19 @@ async def heartbeat(body: types.SessionHeartbeatRequest, door: Door) -> types.Se
     return types.SessionHeartbeatResponse()
 
 
-async def finish_session(session_id: str, door: Door) -> dict[str, Any]:
+async def finish_session(session_id: str, door: Door) -> dict[str, object]:
     """Ends a session."""
     await door.end_session(session_id)
     return {}
 
 
-async def create_model(body: types.CreateModelRequest, door: Door) -> dict[str, Any]:
+async def create_model(body: types.CreateModelRequest, door: Door) -> dict[str, object]:
     """A training client of a new adapter."""
     # the numbers make a repeated request the same request
     return _accepted(door.create(body), f"{body.session_id}:train:{body.model_seq_id}")
 
 
-async def load_weights(body: types.LoadWeightsRequest, door: Door) -> dict[str, Any]:
+async def load_weights(body: types.LoadWeightsRequest, door: Door) -> dict[str, object]:
     """A training client of a checkpoint, or a checkpoint into a training client."""
     if body.session_id is not None and body.model_seq_id is not None:
         return _accepted(door.create_from(body), f"{body.session_id}:train:{body.model_seq_id}")
@@ -141,7 +141,7 @@ async def get_info(body: types.GetInfoRequest, door: Door) -> types.GetInfoRespo
     return door.training_client(body.model_id).describe()
 
 
-async def forward_backward(request: Request, door: Door, user: Caller) -> dict[str, Any]:
+async def forward_backward(request: Request, door: Door, user: Caller) -> dict[str, object]:
     """A protobuf message: loss and gradient, or the loss alone."""
     limits: Limits = request.app.state.limits
     body = decode_request(await request.body(), request.headers.get("content-encoding"), limits.body_bytes)
@@ -154,18 +154,18 @@ async def forward_backward(request: Request, door: Door, user: Caller) -> dict[s
     return _accepted(door.submit(body, call), body.model_id)
 
 
-async def optim_step(body: types.OptimStepRequest, door: Door) -> dict[str, Any]:
+async def optim_step(body: types.OptimStepRequest, door: Door) -> dict[str, object]:
     """An optimizer step."""
     pending = door.submit(body, lambda client: client.optim_step(body.optim_params))
     return _accepted(pending, body.model_id)
 
 
-async def save_weights(body: types.SaveWeightsRequest, door: Door) -> dict[str, Any]:
+async def save_weights(body: types.SaveWeightsRequest, door: Door) -> dict[str, object]:
     """A checkpoint to train on from."""
     return _accepted(door.submit(body, lambda client: client.save("weights", body)), body.model_id)
 
 
-async def save_weights_for_sampler(body: types.SaveWeightsForSamplerRequest, door: Door) -> dict[str, Any]:
+async def save_weights_for_sampler(body: types.SaveWeightsForSamplerRequest, door: Door) -> dict[str, object]:
     """A checkpoint to sample from, or without a path a sampling client."""
     session_id = body.model_id.partition(":")[0]
 
@@ -177,12 +177,12 @@ async def save_weights_for_sampler(body: types.SaveWeightsForSamplerRequest, doo
     return _accepted(door.submit(body, call), body.model_id)
 
 
-async def save_weights_external(body: types.SaveWeightsExternalRequest, door: Door) -> dict[str, Any]:
+async def save_weights_external(body: types.SaveWeightsExternalRequest, door: Door) -> dict[str, object]:
     """A checkpoint to download."""
     return _accepted(door.submit(body, lambda client: client.export(body)), body.model_id)
 
 
-async def create_custom_loss(body: types.CreateCustomLossRequest, door: Door) -> dict[str, Any]:
+async def create_custom_loss(body: types.CreateCustomLossRequest, door: Door) -> dict[str, object]:
     """A loss of the client's own, as a graph."""
     return _accepted(door.create_loss(body), body.session_id)
 
@@ -195,7 +195,7 @@ async def create_sampling_session(
     return types.CreateSamplingSessionResponse(sampling_session_id=sampler.id)
 
 
-async def asample(body: types.SampleRequest, door: Door) -> dict[str, Any]:
+async def asample(body: types.SampleRequest, door: Door) -> dict[str, object]:
     """Begins to sample."""
     pending = door.sample(body)
     # the SDK shows them; it asks for results by `request_id` alone
@@ -203,7 +203,7 @@ async def asample(body: types.SampleRequest, door: Door) -> dict[str, Any]:
     return {"request_id": pending.id, "sample_sequence_ids": ids}
 
 
-async def cancel_future(body: CancelledRequest, door: Door) -> dict[str, Any]:
+async def cancel_future(body: CancelledRequest, door: Door) -> dict[str, object]:
     """Stops to sample for a request whose client has given up."""
     door.samplers.cancel(body.request_id)
     return {}
@@ -221,7 +221,7 @@ async def retrieve_future(body: types.FutureRetrieveRequest, request: Request, d
     return Response(answer.content, media_type=answer.media_type)
 
 
-def _accepted(pending: PendingAnswer, model_id: str) -> dict[str, Any]:
+def _accepted(pending: PendingAnswer, model_id: str) -> dict[str, object]:
     return {"request_id": pending.id, "model_id": model_id}
 
 

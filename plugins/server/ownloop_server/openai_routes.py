@@ -136,6 +136,6 @@ def failure(status: int, message: str) -> JSONResponse:
     return JSONResponse(_error(status, message), status)
 
 
-def _error(status: int, message: str) -> dict[str, Any]:
+def _error(status: int, message: str) -> dict[str, object]:
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "server_error"}
     return {"error": {"message": message, "type": kinds.get(status, "invalid_request_error"), "code": status}}

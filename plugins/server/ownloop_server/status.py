@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import psutil
 from fastapi import APIRouter, FastAPI, Response
@@ -36,13 +35,13 @@ async def page() -> Response:
 
 
 @status_routes.get("/status.json")
-async def status(door: Door, user: Caller) -> dict[str, Any]:
+async def status(door: Door, user: Caller) -> dict[str, object]:
     """What the page shows."""
     memory = await asyncio.to_thread(_memory)
     return {**status_of(door, user), **memory, "gpus": await _gpus()}
 
 
-def status_of(gateway: Gateway, user: User) -> dict[str, Any]:
+def status_of(gateway: Gateway, user: User) -> dict[str, object]:
     """The models, and the user's sessions; everyone's for an operator."""
     seen = [session for session in gateway.sessions.values() if user.is_operator or session.user == user.name]
     return {
@@ -68,7 +67,7 @@ def status_of(gateway: Gateway, user: User) -> dict[str, Any]:
     }
 
 
-def _session(gateway: Gateway, session: ClientSession) -> dict[str, Any]:
+def _session(gateway: Gateway, session: ClientSession) -> dict[str, object]:
     clients = [client for run_id, client in gateway.training.items() if run_id.startswith(f"{session.id}:")]
     samplers = [gateway.samplers.find(sampler_id) for sampler_id in gateway.samplers.of_session(session.id)]
     return {
@@ -107,7 +106,7 @@ def _in_words(policy: Policy) -> str:
     return f"version {policy[1]} of {policy[0]}" if isinstance(policy, tuple) else f"the newest of {policy}"
 
 
-def _memory() -> dict[str, Any]:
+def _memory() -> dict[str, object]:
     """Resident memory of the server and of the processes that it started, and of the host, in bytes."""
     own = psutil.Process()
     children: list[int] = []
@@ -122,7 +121,7 @@ def _memory() -> dict[str, Any]:
     }
 
 
-async def _gpus() -> list[dict[str, Any]]:
+async def _gpus() -> list[dict[str, object]]:
     """Memory and load of every GPU, from nvidia-smi."""
     if not Path("/proc/driver/nvidia/version").exists() or (command := shutil.which("nvidia-smi")) is None:
         return []

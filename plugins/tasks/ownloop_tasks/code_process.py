@@ -254,7 +254,7 @@ def answer(reader: int, writer: int) -> None:
     def run(code: str) -> None:
         exec(code, space)
 
-    def look(names: list[str]) -> dict[str, Any]:
+    def look(names: list[str]) -> dict[str, object]:
         return {name: space[name] for name in names if name in space and space[name] is not before.get(name, space)}
 
     own = {

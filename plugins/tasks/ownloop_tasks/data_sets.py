@@ -128,7 +128,7 @@ def _read_text_files(
     return {name: [row.get(name) for row in chosen] for name in columns if name in names}, [*names]
 
 
-def _csv_rows(file: Path, columns: Sequence[str], names: dict[str, None]) -> list[dict[str, Any]]:
+def _csv_rows(file: Path, columns: Sequence[str], names: dict[str, None]) -> list[dict[str, object]]:
     """The cells of these columns as text, None if empty. Adds the file's columns to `names`."""
     from pyarrow import csv as arrow_csv
     from pyarrow import string

@@ -146,7 +146,7 @@ def _part(content: Any) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def _schema(tool: "MCPTool") -> dict[str, Any]:
+def _schema(tool: "MCPTool") -> dict[str, object]:
     function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
     return {"type": "function", "function": function}
 
