@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Bar, benchmark_model, parser, print_result
 from generator.config import GeneratorConfig, Speculation
+from generator.options import cpu_block_size, generator_env
 from ownloop_speculation.replay import Request
 from rl.system.hardware import cpu_dtype
 from rl.types import Completion, SamplingParams
@@ -71,8 +72,6 @@ def main() -> None:
 
 def _restart_in_environment() -> None:
     """Begins this process anew in the environment of a generator's rank, part of which is read at its start."""
-    from generator.options import generator_env
-
     env = generator_env(GeneratorConfig())
     if any(os.environ.get(name) != value for name, value in env.items()):
         os.execve(sys.executable, sys.orig_argv, {**os.environ, **env})
@@ -103,7 +102,9 @@ def measure(
             name = f"temperature_{temperature}_running_{running}"
             figures |= ratios(name, without, with_drafts)
             rule = drafter_of(drafting).rule
-            figures[f"predicted_speed_{name}"] = predicted_speed(with_drafts, kept, rule, running)
+            figures[f"predicted_speed_{name}"] = predicted_speed(
+                with_drafts, kept, rule, running, cpu_block_size(dtype)
+            )
             figures |= {f"ms_{cost}_{name}": 1e3 * value for cost, value in rule.costs().items()}
             measured = figures[f"cpu_speed_{name}"]
             figures[f"prediction_error_{name}"] = abs(figures[f"predicted_speed_{name}"] / measured - 1)
@@ -179,18 +180,21 @@ def timed_pass(
     )
 
 
-def predicted_speed(tally: Tally, history: "History", costs: "DraftRule", running: int) -> float:
-    """What `ownloop drafts` says of these passes, by these costs of a step."""
-    from ownloop_speculation.replay import replay
+def predicted_speed(tally: Tally, history: "History", costs: "DraftRule", running: int, block_size: int) -> float:
+    """What `ownloop drafts` says of these passes, by these costs of a step. The prompts' keys and values are cached."""
+    from ownloop_speculation.replay import PrefixCache, replay
     from ownloop_speculation.rule import DraftRule
 
     curve, seconds = costs.costs(), [0.0, 0.0]
-    check, look = curve.pop("check"), curve.pop("look")
+    beside = [curve.pop(name) for name in ("check", "look", "prompt")]
     for place, most in enumerate((0, 8)):
-        rule = DraftRule.with_costs(list(curve.values()), check, look)
+        rule, prefixes = DraftRule.with_costs(list(curve.values()), *beside), PrefixCache(block_size)
         for requests in tally.passes:
+            for request in requests:
+                prefixes.add(request)
             known = copy.deepcopy(history)
-            seconds[place] += replay(requests, known, rule, running=running, max_draft=most, min_chance=0.2).seconds
+            found = replay(requests, known, rule, prefixes, running=running, max_draft=most, min_chance=0.2)
+            seconds[place] += found.seconds
     return seconds[0] / seconds[1]
 
 

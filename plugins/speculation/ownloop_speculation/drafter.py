@@ -101,9 +101,13 @@ class Drafter:
         outputs = self._step()
         if self._counted is not None:
             running, rows, drafted, num_tokens = self._counted
-            if rows == running + drafted:  # no prompts
-                seconds = time.thread_time() - began - self._overhead
+            seconds = time.thread_time() - began - self._overhead
+            if of_prompts := rows - running - drafted:
+                beyond = seconds - self.rule.seconds(running + drafted, checks=drafted > 0)
+                self.rule.observe_prompts(of_prompts, beyond)
+            else:
                 self.rule.observe_step(rows, seconds, checks=drafted > 0)
+            self.rule.observe_tokens(running, drafted, num_tokens)
             saved = self.rule.gain(running, num_tokens - running, drafted) if drafted else 0.0
             values = (running, num_tokens, drafted, num_tokens - running, saved - self._overhead)
             counts = self._metrics  # which another thread may take

@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # the import takes time that `--help` need not wait for
 class Drafts(OfRuns):
     """Says what drafts (`--generator.speculation.source`) would have brought to a run, from its recorded rollouts.
 
-    Runs no model: a draft is accepted exactly where it is what was sampled. Speed is that of decoding alone, without
-    prompts, by what a step costs: what the run measured, if it had drafts itself, or `--step-rows`.
+    Runs no model: a draft is accepted exactly where it is what was sampled. Speed is that of a replica's steps, by what
+    they cost: what the run measured, if it had drafts itself, or `--step-rows`. The prefix cache is as on this host.
     """
 
     recorded: Annotated[str, Positional, arg(metavar="RUN")]
@@ -39,8 +39,9 @@ class Drafts(OfRuns):
 
     def run(self) -> int:
         """Prints a line for each number of running requests."""
+        from generator.options import cpu_block_size
         from ownloop_speculation.history import History
-        from ownloop_speculation.replay import replay
+        from ownloop_speculation.replay import PrefixCache, replay
         from ownloop_speculation.rule import DraftRule
 
         run = find_run(self.recorded, self.runs)
@@ -52,6 +53,7 @@ class Drafts(OfRuns):
                     requests,
                     History(max_tokens=1 << 24, own_only=self.source == "ngram"),
                     DraftRule.with_costs(*costs),
+                    PrefixCache(cpu_block_size("bfloat16")),
                     running=running,
                     max_draft=most,
                     min_chance=self.min_chance,
@@ -62,7 +64,7 @@ class Drafts(OfRuns):
             print(f"{running:>7}  {right:>12.2f}  {found.tokens_per_step:>27.2f}  {speed:>5.2f}")
         return 0
 
-    def _costs(self, run: Path) -> tuple[list[float], float, float]:
+    def _costs(self, run: Path) -> tuple[list[float], float, float, float]:
         """Those of `DraftRule.with_costs`, and prints where they are from."""
         from controller.runs.folder import METRICS, read_metrics
 
@@ -73,12 +75,13 @@ class Drafts(OfRuns):
         if measured is None:
             step = self.step_rows or 16.0
             print(f"A step costs {step:g} rows: {'no drafts ran' if self.step_rows is None else '--step-rows'}")
-            return [step + 1, step + 2], 0.0, 0.0
+            return [step + 1, step + 2], 0.0, 0.0, 1.0
         names = (f"engine_seconds_rows_{1 << bend}" for bend in range(32))
         curve = [measured[name] for name in names if name in measured]
         found = ", ".join(f"{1 << bend}: {1e3 * seconds:.1f}" for bend, seconds in enumerate(curve))
         print(f"A step costs, by rows, in milliseconds that the run measured: {found}")
-        return curve, measured["engine_seconds_check"], measured["engine_seconds_look"]
+        check, look, prompt = (measured[f"engine_seconds_{name}"] for name in ("check", "look", "prompt"))
+        return curve, check, look, prompt
 
 
 def _requests(run: Path) -> "Iterator[Request]":

@@ -3,9 +3,10 @@
 A draft decides how many tokens one step checks, never which tokens are sampled. So nothing here can make a token wrong.
 
 All completions of a prompt are one array of tokens in which a negative number stands before each completion. A draft
-follows the longest context that occurs in it, at most `_LONGEST` tokens: of the tokens that came after it, the
+follows the longest context that occurs in it, at most 16 tokens: of the tokens that came after it, the
 one of the largest chances, then of what came after both, and so on. A token's chance is that with which it was sampled.
-A finished completion takes 5 bytes a token; the prompt is kept as a digest of 16 bytes.
+Where only a short context occurs, a longer one is looked for in the newest completions of all prompts. A finished
+completion takes 5 bytes a token; the prompt is kept as a digest of 16 bytes.
 """
 
 import hashlib
@@ -14,26 +15,24 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
 
-Tokens = NDArray[np.int32]
-Chances = NDArray[np.uint8]
-"""0 stands for 0 and 255 for 1."""
+from ownloop_speculation.search import LONGEST, START, UNKNOWN, Chances, Place, Text, Tokens, agreement, guess
 
-_LONGEST = 16
-_MAX_PLACES = 64
-"""The newest places of a context that are looked at."""
-_UNKNOWN = 178
-"""The chance of what was not sampled, and of a token without a log-prob: 0.7."""
+_ENOUGH = 3
+"""Tokens of a context. Only where fewer occur, other prompts' completions are searched."""
+_NUM_RECENT = 8192
+"""The newest tokens of all prompts, which are searched then."""
 _NUM_VERSIONS = 3
 """Weight versions whose completions of a prompt are kept."""
 _MAX_TOKENS_OF_PROMPT = 1 << 16
 """A draft compares its context with all of them, which takes 20 microseconds."""
-_START, _PROMPT = -1, -2
-"""What stands before a completion, so that its start is a context too; and before the prompt."""
-_LEARNING_RATE = 0.005
+_PROMPT = -2
+"""What stands before the prompt."""
+_LEARNING_RATE = 0.02
 
 
 @dataclass(slots=True)
@@ -54,8 +53,19 @@ class _Prompt:
     """Finished completions, each behind -1 - its version."""
     past_chances: Chances
     running: "list[_Running]" = field(default_factory=list["_Running"])
-    text: tuple[Tokens, Chances] | None = None
-    """Everything that a context is looked for in; None when tokens have come since."""
+    known: Text | None = None
+    """The finished completions and the prompt; None when one has finished since."""
+    text: Text | None = None
+    """These and what runs; None when tokens have come since."""
+
+    def search(self, context: Sequence[int], most: int) -> list[Place]:
+        """See `Text.find`."""
+        if self.known is None:
+            unknown = np.full(len(self.tokens), UNKNOWN, dtype=np.uint8)
+            self.known = Text([(np.maximum(self.past, START), self.past_chances), (self.tokens, unknown)])
+        if self.text is None:
+            self.text = self.known.followed_by([run.as_arrays() for run in self.running])
+        return self.text.find(context, most)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,32 +74,41 @@ class _Running:
 
     prompt: _Prompt
     key: bytes
-    tokens: "array[int]" = field(default_factory=lambda: array("i", [_START]))
-    """`_START` and the tokens so far. It cannot grow while there is a view of it."""
-    chances: bytearray = field(default_factory=lambda: bytearray([_UNKNOWN]))
+    tokens: "array[int]" = field(default_factory=lambda: array("i", [START]))
+    """`START` and the tokens so far."""
+    chances: bytearray = field(default_factory=lambda: bytearray([UNKNOWN]))
     version: int = 0
     """That of the weights which sampled the last token."""
     guesses: list[tuple[int, list[float]]] = field(default_factory=list[tuple[int, list[float]]])
     """The tokens that the last draft considered, and what their chances were estimated by."""
+
+    def as_arrays(self) -> tuple[Tokens, Chances]:
+        """The tokens and their chances. The completion cannot grow while one of them lives."""
+        return np.frombuffer(self.tokens, dtype=np.int32), np.frombuffer(self.chances, dtype=np.uint8)
 
 
 class Calibration:
     """The chance that a guess is right: logistic regression, which learns from every guess that was checked."""
 
     def __init__(self) -> None:
-        """Begins with what was fitted to answers of SmolLM2-135M to grade-school problems."""
-        self._weights = [-1.5, 0.4, 0.55, 0.4, 0.2]
+        """Begins with what was fitted to answers of SmolLM2-135M to 20 questions."""
+        self._weights = [-2.0, 0.3, 0.1, 1.2, 0.25, 0.5, -0.75]
 
-    def features(self, context: int, seen: int, times: int, chance: float) -> list[float]:
+    def features(
+        self, context: int, seen: int, times: int, chance: float, agreed: float, *, foreign: bool
+    ) -> list[float]:
         """Of a guess that followed `times` of the `seen` times that a context of so many tokens was found.
 
-        `chance` is the mean of what its chance was, or was at most, at these places.
+        `chance` is the mean of what its chance was, or was at most, at these places, `agreed` its `agreement`, and
+        `foreign` says that the places are in completions of other prompts.
         """
-        return [1.0, _log_odds(chance), _log_odds((times + 0.5) / (seen + 1)), math.log(context), math.log(seen)]
+        share = (times + 0.5) / (seen + 1)
+        by_chance, by_share, by_agreement = _log_odds(chance), _log_odds(share), _log_odds(agreed)
+        return [1.0, by_chance, by_share, math.log(context), math.log(seen), by_agreement, float(foreign)]
 
     def chance(self, features: Sequence[float]) -> float:
         """The estimated chance of such a guess."""
-        return 1 / (1 + math.exp(-sum(w * x for w, x in zip(self._weights, features, strict=True))))
+        return 1 / (1 + math.exp(-sum(map(mul, self._weights, features))))
 
     def observe(self, features: Sequence[float], *, hit: bool) -> None:
         """Counts a guess: a step of stochastic gradient descent."""
@@ -110,10 +129,11 @@ class History:
         self._prompts: dict[bytes, _Prompt] = {}
         self._running: dict[str, _Running] = {}
         self._calibration = Calibration()
+        self._recent = Text([])
 
     @property
     def num_kept_tokens(self) -> int:
-        """Tokens of finished completions, and one more for each completion."""
+        """Tokens of finished completions by prompt, and one more for each completion."""
         return self._num_at_rest + sum(len(each.past) for each in self._prompts.values())
 
     @property
@@ -148,13 +168,13 @@ class History:
         run.version = version
         run.tokens.extend(tokens)
         chances = (
-            [_UNKNOWN] * len(tokens) if logprobs is None else [round(255 * math.exp(min(0.0, x))) for x in logprobs]
+            [UNKNOWN] * len(tokens) if logprobs is None else [round(255 * math.exp(min(0.0, x))) for x in logprobs]
         )
         run.chances.extend(chances)
         run.prompt.text = None
-        for (guess, features), token in zip(run.guesses, tokens, strict=False):
-            self._calibration.observe(features, hit=guess == token)
-            if guess != token:
+        for (guessed, features), token in zip(run.guesses, tokens, strict=False):
+            self._calibration.observe(features, hit=guessed == token)
+            if guessed != token:
                 break
         run.guesses = []
 
@@ -163,8 +183,9 @@ class History:
         run = self._running.pop(request)
         prompt = run.prompt
         prompt.running.remove(run)
-        prompt.text = None
+        prompt.known = prompt.text = None
         if not self._own_only:
+            self._recent = self._recent.followed_by([run.as_arrays()], most=_NUM_RECENT)
             run.tokens[0] = -1 - run.version
             past = np.concatenate((prompt.past, np.frombuffer(run.tokens, dtype=np.int32)))
             kept = _newest(past)
@@ -181,74 +202,43 @@ class History:
 
     def draft(self, request: str, most: int, least: float) -> Draft:
         """At most `most` tokens that may come next, while the chance of all of them is at least `least`."""
-        run = self._running[request]
-        if run.prompt.text is None:
-            run.prompt.text = _text_of(run.prompt)
-        (text, chances), context = run.prompt.text, run.tokens[-_LONGEST:]
-        places, length = _find(text, context)
-        draft, chance = Draft([], []), 1.0
+        run, draft, chance = self._running[request], Draft([], []), 1.0
+        places, foreign = self._search(run, most)
         run.guesses = []
-        while length > 0 and len(draft.tokens) < most:
-            places = places[-_MAX_PLACES:]
-            guess, times, mean = _guess(text[places].tolist(), chances[places].tolist())
-            if guess < 0:  # it ended here
+        while places and len(draft.tokens) < most:
+            depth, longest = len(draft.tokens), places[-1][0]
+            following = [(tokens[depth], chances[depth]) for length, tokens, chances in places if length == longest]
+            token, times, mean = guess(following)
+            if token < 0:  # it ended here
                 break
-            features = self._calibration.features(length, len(places), times, mean)
-            run.guesses.append((guess, features))
+            context, agreed = min(longest + depth, LONGEST), agreement(places, depth, token)
+            features = self._calibration.features(context, len(following), times, mean, agreed, foreign=foreign)
+            run.guesses.append((token, features))
             chance *= self._calibration.chance(features)
             if chance < least:
                 break
-            draft.tokens.append(guess)
+            draft.tokens.append(token)
             draft.chances.append(chance)
-            places = places[text[places] == guess] + 1
-            length = min(length + 1, _LONGEST)
+            places = [place for place in places if place[1][depth] == token]
         return draft
 
-
-def _guess(following: Sequence[int], chances: Sequence[int]) -> tuple[int, int, float]:
-    """The token of the largest chances, how often it followed, and the mean of what its chance was or was at most."""
-    sums, counts = dict[int, int](), dict[int, int]()
-    for token, chance in zip(reversed(following), reversed(chances), strict=True):  # of equals, the newest
-        sums[token] = sums.get(token, 0) + chance
-        counts[token] = counts.get(token, 0) + 1
-    guess = max(sums, key=sums.__getitem__)
-    total, mean = float(sums[guess]), sums[guess] / counts[guess]
-    if len(sums) > 1:  # where another token was sampled, this one had at most the rest
-        total += sum(
-            min(mean, 255 - chance) for token, chance in zip(following, chances, strict=True) if token != guess
-        )
-    return guess, counts[guess], total / len(following) / 255
+    def _search(self, run: _Running, most: int) -> tuple[list[Place], bool]:
+        """The places at which a completion's end occurs, and whether they are in completions of other prompts."""
+        if not most:
+            return [], False
+        context = run.tokens[-LONGEST:]
+        places = run.prompt.search(context, most)
+        length = places[-1][0] if places else 0
+        if length < _ENOUGH and not self._own_only:
+            foreign = self._recent.find(context, most)
+            if foreign and foreign[-1][0] > length:
+                return foreign, True
+        return places, False
 
 
 def _log_odds(chance: float) -> float:
     chance = min(max(chance, 0.02), 0.98)
     return math.log(chance / (1 - chance))
-
-
-def _text_of(prompt: _Prompt) -> tuple[Tokens, Chances]:
-    """Everything that a context may occur in, the newest last. It ends with a start, so that every token has a next."""
-    tokens = (np.frombuffer(run.tokens, dtype=np.int32) for run in prompt.running)
-    chances = (np.frombuffer(run.chances, dtype=np.uint8) for run in prompt.running)
-    of_prompt = np.full(len(prompt.tokens), _UNKNOWN, dtype=np.uint8)
-    of_end = np.full(1, _UNKNOWN, dtype=np.uint8)
-    return (
-        np.concatenate((np.maximum(prompt.past, _START), prompt.tokens, *tokens, [_START]), dtype=np.int32),
-        np.concatenate((prompt.past_chances, of_prompt, *chances, of_end)),
-    )
-
-
-def _find(text: Tokens, context: Sequence[int]) -> tuple[NDArray[np.int64], int]:
-    """The places in a text behind the longest end of a context that is found there; and the length of that end."""
-    places = np.flatnonzero(text[:-1] == context[-1]) + 1
-    places = places[text[places] >= 0]
-    length = 1 if len(places) else 0
-    while 0 < length < len(context):
-        before = places - length - 1
-        longer = places[(text[before] == context[-1 - length]) & (before >= 0)]
-        if not len(longer):
-            break
-        places, length = longer, length + 1
-    return places, length
 
 
 def _newest(past: Tokens) -> NDArray[np.bool_]:

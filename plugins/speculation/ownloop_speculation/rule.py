@@ -15,6 +15,8 @@ _DECAY = 0.99
 """A step of 100 steps ago counts for a third."""
 _ROWS_PER_STEP = 16.0
 """Before rows were varied: what a step costs at all is that of so many rows."""
+_MAX_DISTURBED = 4
+"""Steps in a row that other work on the host may have disturbed."""
 _TRIAL = 32
 """Steps that are looked at before looking has to pay."""
 _PROBE = 64
@@ -31,8 +33,8 @@ class DraftRule:
     def __init__(self) -> None:
         """Begins with ratios that hardly count, so that all costs follow from the first step on."""
         self.curve: list[float] = [0.0] * _NUM_BENDS
-        self.check = self.look = 0.0
-        """`look`: seconds of looking for the draft of one request."""
+        self.check = self.look = self.prompt = 0.0
+        """`look`: seconds of looking for the draft of one request. `prompt`: of a prompt's token but the last."""
         size = _NUM_BENDS + 1
         self._moments: NDArray[np.float64] = np.zeros((size, size))
         self._seconds: NDArray[np.float64] = np.zeros(size)
@@ -42,30 +44,41 @@ class DraftRule:
         for bend in range(_NUM_BENDS - 2):  # a straight line
             prior[2 + bend, bend : bend + 3] = 2, -3, 1
         self._prior: NDArray[np.float64] = 0.1 * prior.T @ prior
-        self._num_steps = self._num_asked = self._most_rows = 0
+        self._num_steps = self._num_asked = self._num_slow = self._most_rows = 0
         # By powers of 2 of running requests, each of which has a bound of its own.
         self._num_looks, self._balances = dict[int, int](), dict[int, float]()
+        self._paces = dict[int, tuple[float, float]]()
+        """Tokens and seconds of the newest steps, by the same powers."""
+        self._prompts = (0.0, 0.0)
+        """Tokens of the newest prompts, and what they took."""
 
     @classmethod
-    def with_costs(cls, curve: Sequence[float], check: float = 0.0, look: float = 0.0) -> "DraftRule":
+    def with_costs(
+        cls, curve: Sequence[float], check: float = 0.0, look: float = 0.0, prompt: float = 0.0
+    ) -> "DraftRule":
         """A rule that knows what steps of 1, 2, 4 ... rows cost. It goes on as a line behind the last of them."""
         rule = cls()
         rule.curve = list(curve)
         while len(rule.curve) < _NUM_BENDS:
             last, before = rule.curve[-1], rule.curve[-2]
             rule.curve.append(last + 2 * (last - before))
-        rule.check, rule.look, rule._num_steps = check, look, 1
+        rule.check, rule.look, rule.prompt, rule._num_steps = check, look, prompt, 1
         return rule
 
     def costs(self) -> dict[str, float]:
-        """What steps of 1, 2, 4 ... rows cost, to the most that were measured; and a check and a look."""
+        """What steps of 1, 2, 4 ... rows cost, to the most that were measured; a check, a look, a prompt's token."""
         measured = max(2, self._most_rows.bit_length())
         curve = {f"rows_{1 << bend}": value for bend, value in enumerate(self.curve[:measured])}
-        return {**curve, "check": self.check, "look": self.look}
+        return {**curve, "check": self.check, "look": self.look, "prompt": self.prompt}
 
     def observe_step(self, rows: int, seconds: float, *, checks: bool) -> None:
-        """Counts a step without prompts. One that took more than three times what was expected was disturbed."""
-        if self._num_steps > 8 and seconds > 3 * self.seconds(rows, checks=checks):
+        """Counts a step without prompts. One that took more than three times what was expected was disturbed.
+
+        Unless those before did so, too: then the expectation is wrong, as where so few rows were never measured.
+        """
+        is_slow = self._num_steps > 8 and seconds > 3 * self.seconds(rows, checks=checks)
+        self._num_slow = self._num_slow + 1 if is_slow else 0
+        if 0 < self._num_slow <= _MAX_DISTURBED:
             return
         self._num_steps += 1
         self._most_rows = max(rows, self._most_rows)
@@ -80,6 +93,18 @@ class DraftRule:
             if found[-1] < 0:
                 found = np.append(np.linalg.solve(moments[:-1, :-1], self._seconds[:-1]), 0)
             self.curve, self.check = np.maximum.accumulate(found[:-1].clip(0)).tolist(), float(found[-1])
+
+    def observe_prompts(self, num_tokens: int, seconds: float) -> None:
+        """Counts what a step took that also computed so many tokens of prompts, beyond what it would take without."""
+        tokens, taken = self._prompts
+        self._prompts = _DECAY * tokens + num_tokens, _DECAY * taken + seconds
+        self.prompt = max(0.0, self._prompts[1] / self._prompts[0])
+
+    def observe_tokens(self, running: int, drafted: int, num_tokens: int) -> None:
+        """Counts what a step has sampled."""
+        tokens, seconds = self._paces.get(running.bit_length(), (0.0, 0.0))
+        seconds = _DECAY * seconds + self.seconds(running + drafted, checks=drafted > 0)
+        self._paces[running.bit_length()] = _DECAY * tokens + num_tokens, seconds
 
     def observe_look(self, running: int, saved: float, took: float) -> None:
         """Counts what looking for drafts took, in seconds, and what the drafts then saved."""
@@ -104,20 +129,29 @@ class DraftRule:
     def choose(self, chances: Sequence[Sequence[float]], most: int) -> list[int]:
         """How many tokens of each request's draft a step should check: those that give the most tokens a second.
 
-        `chances` are falling, and at most `most` tokens are chosen.
+        That is over all steps, not over this one: a step's time is worth the tokens that come in it at the pace of the
+        steps before (Dinkelbach's method for the best ratio of two sums, https://doi.org/10.1287/mnsc.13.7.492). So a
+        step with good drafts takes on more of them, and one with poor drafts fewer. `chances` are falling, and at most
+        `most` tokens are chosen.
         """
         running = len(chances)
         ranked = sorted(((chance, place) for place, each in enumerate(chances) for chance in each), reverse=True)
-        best, num_chosen, expected = running / max(self.seconds(running), 1e-9), 0, float(running)
+        pace = self._pace(running)
+        best, num_chosen, expected = -pace * self.seconds(running), 0, 0.0
         for number, (chance, _) in enumerate(ranked[:most], start=1):
             expected += chance
-            rate = expected / max(self.seconds(running + number, checks=True), 1e-9)
-            if rate > best:
-                best, num_chosen = rate, number
+            value = expected - pace * self.seconds(running + number, checks=True)
+            if value > best:
+                best, num_chosen = value, number
         sizes = [0] * running
         for _, place in ranked[:num_chosen]:
             sizes[place] += 1
         return sizes
+
+    def _pace(self, running: int) -> float:
+        """Tokens a second: at least what steps without drafts sample."""
+        tokens, seconds = self._paces.get(running.bit_length(), (0.0, 0.0))
+        return max(running / max(self.seconds(running), 1e-9), tokens / max(seconds, 1e-9))
 
     def gain(self, running: int, accepted: float, drafted: int) -> float:
         """Seconds that a step with drafts saves, of which so many are accepted."""

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from generator.config import LoRALimits, Speculation
 from generator.engine import GenerationEngine
+from generator.options import cpu_block_size
 from ownloop_speculation.history import History
-from ownloop_speculation.replay import Request, replay
+from ownloop_speculation.replay import PrefixCache, Request, replay
 from plugins.speculation.tests.drafting import Always, Never, Wild, draft_always
 from rl.tiny_models import SERVABLE, tiny_llama
 from rl.types import Completion, SamplingParams
@@ -248,18 +249,23 @@ def test_adapters_draft_from_one_history(tmp_path: Path, build_engine: EngineFac
     assert engine.load.take()["engine_accepted_tokens"] > 0
 
 
-def test_a_replay_of_what_was_sampled_counts_what_an_engine_counts(drafting: GenerationEngine) -> None:
-    drafter = draft_always(drafting)
+def test_a_replay_of_what_was_sampled_counts_what_an_engine_counts(
+    drafting: GenerationEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, prompt, of_prompts = draft_always(drafting), [11, *PROMPT * 3], list[int]()
+    monkeypatch.setattr(drafter.rule, "observe_prompts", lambda num_tokens, _: of_prompts.append(num_tokens))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     drafting.load.take()
     requests: list[Request] = []
     for seed in range(6):
         sampling = SamplingParams(max_tokens=30, seed=seed % 4, temperature=0.4, ignore_eos=True)
-        (found,) = sample(drafting, PROMPT, sampling, 1)
-        requests.append(Request(tuple(PROMPT), found.tokens, 0, found.logprobs))
+        (found,) = sample(drafting, prompt, sampling, 1)
+        requests.append(Request(tuple(prompt), found.tokens, 0, found.logprobs))
     load = drafting.load.take()
-    again = replay(requests, History(max_tokens=1 << 20), Always(), running=1, max_draft=8, min_chance=0.0)
+    prefixes = PrefixCache(cpu_block_size("float32"))
+    again = replay(requests, History(max_tokens=1 << 20), Always(), prefixes, running=1, max_draft=8, min_chance=0.0)
     assert (again.drafted, again.accepted) == (load["engine_draft_tokens"], load["engine_accepted_tokens"])
     assert again.tokens_per_step == load["engine_tokens_per_step"] > 1.2
+    assert again.prompt_tokens - 6 == sum(of_prompts) < 6 * len(prompt) - 6
     assert drafter.history.num_kept_tokens == 5 * 31, "the last one ends with the next step"
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ownloop_speculation.history import Calibration, Draft, History
+from ownloop_speculation.search import Text, agreement
 
 PROMPT = [1, 2, 3]
 
@@ -77,7 +78,28 @@ def test_a_sibling_that_is_ahead_is_followed_to_where_it_is() -> None:
     assert history.draft("b", 2, 0.0).tokens == [7, 8]
     history.begin("c", [1, 2, 4])
     history.extend("c", [5, 6], 0)
-    assert history.draft("c", 8, 0.0).tokens == [], "another prompt"
+    assert history.draft("c", 8, 0.0).tokens == [], "another prompt, whose completion runs"
+    history.end("a")
+    assert history.draft("c", 8, 0.0).tokens == [7, 8, 9], "it has ended"
+
+
+def test_another_prompts_completions_are_followed_where_the_own_have_a_short_context() -> None:
+    history = History(max_tokens=1000)
+    completion(history, "own", [4, 5, 6, 7, 20])
+    completion(history, "other", [3, 4, 5, 6, 7, 21], prompt=[9])
+    for before, expected in (([30, 7], 20), ([3, 4, 5, 6, 7], 20), ([30, 3, 4, 5], 6), ([9, 3], 4)):
+        history.begin(f"{before}", PROMPT)
+        history.extend(f"{before}", before, 0)
+        assert history.draft(f"{before}", 1, 0.0).tokens == [expected]
+
+
+def test_agreement_counts_places_of_shorter_contexts_less() -> None:
+    places = Text([(np.array([1, 5, 7, 2, 5, 8, 3, 2, 5, 7], np.int32), np.full(10, 255, np.uint8))]).find([1, 2, 5], 1)
+    assert [(length, tokens) for length, tokens, _ in places] == [(2, [8]), (2, [7])]
+    text = Text([(np.array([5, 7, 2, 5, 8], np.int32), np.full(5, 255, np.uint8))])
+    assert [place[0] for place in text.find([3, 5], 1)] == [1, 1]
+    placed = [(1, [7], [255]), (3, [8], [255]), (4, [7], [255])]
+    assert agreement(placed, 0, 7) == pytest.approx((0.3 + 0.6**3 + 1) / (0.6 + 0.6**3 + 0.6 + 1))
 
 
 def test_own_drafts_come_from_prompt_and_completion_alone() -> None:
@@ -122,18 +144,19 @@ def test_tokens_that_were_sampled_with_larger_chances_are_drafted() -> None:
 def test_chances_become_what_was_observed() -> None:
     for rate in (0.2, 0.9):
         calibration, rng = Calibration(), np.random.default_rng(0)
-        features = calibration.features(5, 3, 2, 0.5)
+        features = calibration.features(5, 3, 2, 0.5, 0.6, foreign=False)
         for hit in rng.random(4000) < rate:
             calibration.observe(features, hit=bool(hit))
         assert calibration.chance(features) == pytest.approx(rate, abs=0.05)
-        assert calibration.chance(calibration.features(5, 3, 3, 0.9)) > calibration.chance(features)
+        assert calibration.chance(calibration.features(5, 3, 3, 0.9, 0.9, foreign=False)) > calibration.chance(features)
 
 
 def test_the_newest_three_versions_of_a_prompt_are_kept() -> None:
-    history = History(max_tokens=10_000)
+    history = History(max_tokens=100_000)
     for version in (0, 1, 1, 4, 9):
         completion(history, f"{version}", [10 + version, 11, 12], version=version)
     assert history.num_kept_tokens == 4 * (2 + 1 + 1)
+    completion(history, "long", range(100, 10_000), prompt=[9])  # so that the others are not recent
     history.begin("x", PROMPT)
     history.extend("x", [10], 9)
     assert history.draft("x", 8, 0.0).tokens == []

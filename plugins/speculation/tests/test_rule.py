@@ -32,7 +32,7 @@ def test_costs_that_bend_are_found() -> None:
         rows = int(rng.integers(1, 33))
         rule.observe_step(rows, 0.05 + 0.002 * max(0, rows - 8), checks=bool(rng.integers(2)))
     found = rule.costs()
-    assert list(found) == ["rows_1", "rows_2", "rows_4", "rows_8", "rows_16", "rows_32", "check", "look"]
+    assert list(found) == ["rows_1", "rows_2", "rows_4", "rows_8", "rows_16", "rows_32", "check", "look", "prompt"]
     expected = {"rows_4": 0.05, "rows_8": 0.05, "rows_16": 0.066, "rows_32": 0.098}
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=0.02)
     again = DraftRule.with_costs([found[f"rows_{1 << bend}"] for bend in range(6)])
@@ -40,20 +40,48 @@ def test_costs_that_bend_are_found() -> None:
     assert again.seconds(100) == pytest.approx(0.05 + 0.002 * 92, rel=0.02), "it goes on as a line"
 
 
+def test_costs_of_few_rows_are_found_after_a_wrong_guess() -> None:
+    rule = DraftRule()
+    for rows, seconds in ((32, 0.04), (40, 0.2)) * 20:  # the second were disturbed, so a line leads below zero
+        rule.observe_step(rows, seconds, checks=rows > 32)
+    assert rule.seconds(4) == 0
+    for _ in range(50):
+        rule.observe_step(4, 0.02, checks=False)
+    assert rule.seconds(4) == pytest.approx(0.02, rel=0.05)
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_the_tokens_are_chosen_that_give_the_most_a_second(seed: int) -> None:
+def test_the_tokens_are_chosen_that_give_the_most_a_second_over_all_steps(seed: int) -> None:
     rng = np.random.default_rng(seed)
     curve = (0.05 + rng.random(4).cumsum() * 0.02).tolist()
     rule = DraftRule.with_costs(curve, check=0.001)
-    chances = [sorted(rng.random(int(rng.integers(0, 4))).tolist(), reverse=True) for _ in range(3)]
+    kinds = [
+        [sorted(best * rng.random(int(rng.integers(0, 4))), reverse=True) for _ in range(2)] for best in (1.0, 0.5)
+    ]  # good drafts and poor ones, in turn
 
-    def rate(sizes: Sequence[int]) -> float:
-        expected = 3 + sum(sum(each[:size]) for each, size in zip(chances, sizes, strict=True))
-        return expected / rule.seconds(3 + sum(sizes), checks=sum(sizes) > 0)
+    def rate(choices: Sequence[Sequence[int]]) -> float:
+        each = [
+            (sum(sum(c[:n]) for c, n in zip(*of, strict=True)), sum(of[1])) for of in zip(kinds, choices, strict=True)
+        ]
+        seconds = sum(rule.seconds(2 + drafted, checks=drafted > 0) for _, drafted in each)
+        return sum(2 + expected for expected, _ in each) / seconds
 
-    every = itertools.product(*(range(len(each) + 1) for each in chances))
-    assert rate(rule.choose(chances, most=99)) == max(map(rate, every))
-    assert sum(rule.choose(chances, most=1)) <= 1
+    for number in range(2000):
+        sizes = rule.choose(kinds[number % 2], most=99)
+        expected = sum(sum(c[:n]) for c, n in zip(kinds[number % 2], sizes, strict=True))
+        rule.observe_tokens(2, sum(sizes), 2 + expected)  # pyright: ignore[reportArgumentType]
+    every = [list(itertools.product(*(range(len(each) + 1) for each in kind))) for kind in kinds]
+    found = [rule.choose(kind, most=99) for kind in kinds]
+    assert rate(found) == pytest.approx(max(map(rate, itertools.product(*every))), rel=1e-3)
+    assert sum(rule.choose(kinds[0], most=1)) <= 1
+
+
+def test_what_prompts_cost_is_found() -> None:
+    rule, rng = DraftRule.with_costs([0.05, 0.051]), np.random.default_rng(0)
+    for _ in range(500):
+        num_tokens = int(rng.integers(1, 60))
+        rule.observe_prompts(num_tokens, 0.0004 * num_tokens * rng.normal(1, 0.1))
+    assert rule.costs()["prompt"] == pytest.approx(0.0004, rel=0.02)
 
 
 @pytest.mark.parametrize("running", [1, 4, 32])
