@@ -221,7 +221,7 @@ class CopyPlan:
     def __init__(self, model: nn.Module, record: VersionRecord, recorder: CopyRecorder) -> None:
         """`recorder` was active while the model's `load_weights` loaded `record`."""
         self._modules = tuple(model.modules())
-        self._layout = record.layout
+        self._layout = record.manifest.layout
         self._addresses = _addresses(self._modules)
         self._on_gpu = on_gpu(destination for destination, _ in recorder.copies)
         on_cpu = all(destination.is_cpu for destination, _ in recorder.copies)
@@ -258,7 +258,7 @@ class CopyPlan:
 
     def fits(self, record: VersionRecord) -> bool:
         """Whether the plan can load this version into the model as it is now."""
-        return self._usable and record.layout == self._layout and _addresses(self._modules) == self._addresses
+        return self._usable and record.manifest.layout == self._layout and _addresses(self._modules) == self._addresses
 
     def load(self, memory: WeightBuffer, workers: Workers, *, frozen: bool) -> None:
         """Brings what lies in `memory` into the model, with frozen tensors or without."""

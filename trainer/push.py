@@ -29,7 +29,6 @@ from rl.weights.version import (
     WeightsError,
     build_manifest,
     load_transport,
-    manifest_checksum,
     on_rank_0,
     raise_on_every_rank,
     transports,
@@ -160,7 +159,6 @@ class WeightPublisher:
                 dtype=self._dtype,
                 transport=name,
                 host=host_identity(),
-                layout=manifest_checksum(manifest),
                 policy=self._policy,
                 lora=self._lora,
             )

@@ -184,7 +184,7 @@ class WeightBuffer:
         self.sealed = self.checksums(record)
         # The header goes last: a writer that dies before leaves a buffer without a version.
         struct.pack_into(f"={len(record.manifest)}q", self._memory, HEADER_BYTES, *self.sealed)
-        self._write_header(record.push_index, record.version, record.layout, record.frozen_id)
+        self._write_header(record.push_index, record.version, record.manifest.layout, record.frozen_id)
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def abandon_write(self) -> None:
@@ -209,7 +209,7 @@ class WeightBuffer:
         if not self._try_lock(fcntl.LOCK_SH):
             raise UnknownVersionError(f"version {record.version} cannot be pulled: it or a newer one is being written")
         try:
-            sealed = record.push_index, record.version, len(self._memory), record.layout, record.frozen_id
+            sealed = record.push_index, record.version, len(self._memory), record.manifest.layout, record.frozen_id
             found = _HEADER.unpack_from(self._memory)
             if found != (_MAGIC, *sealed):
                 state = "an unfinished push" if found[1] == _UNSEALED else f"version {found[2]}"

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -93,7 +93,10 @@ class TensorSpec:
 class Manifest(tuple[TensorSpec, ...]):
     """The tensors of a version, in the order in which they lie in a buffer."""
 
-    __slots__ = ()
+    @cached_property
+    def layout(self) -> bytes:
+        """SHA-256 over names, shapes, dtypes and offsets."""
+        return hashlib.sha256(repr(self).encode()).digest()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as bytes that a process encodes and decodes once, because that takes milliseconds."""
@@ -130,11 +133,6 @@ def buffer_size(manifest: Manifest) -> int:
     return max((spec.offset + _whole_lines(spec.nbytes) for spec in manifest), default=HEADER_BYTES)
 
 
-def manifest_checksum(manifest: Manifest) -> bytes:
-    """SHA-256 over names, shapes, dtypes and offsets."""
-    return hashlib.sha256(repr(manifest).encode()).digest()
-
-
 def _whole_lines(num_bytes: int) -> int:
     return -(-num_bytes // LINE_BYTES) * LINE_BYTES
 
@@ -154,8 +152,6 @@ class VersionRecord:
     """A name in `transports()`."""
     host: str
     """`host_identity()` of the publisher."""
-    layout: bytes
-    """`manifest_checksum` of the manifest."""
     frozen_id: bytes = bytes(16)
     """Of a UUID. Equal in two versions only if their frozen tensors are equal, too."""
     policy: str | None = None

@@ -14,7 +14,7 @@ from rl.system.hardware import host_identity
 from rl.weights import shared_memory
 from rl.weights.memory import WeightBuffer
 from rl.weights.shared_memory import Workers
-from rl.weights.version import VersionRecord, buffer_size, build_manifest, manifest_checksum
+from rl.weights.version import Manifest, VersionRecord, buffer_size, build_manifest
 
 pytestmark = pytest.mark.vllm
 
@@ -51,7 +51,6 @@ def record(version: int) -> VersionRecord:
         dtype=torch.bfloat16,
         transport="shared_memory",
         host=host_identity(),
-        layout=manifest_checksum(MANIFEST),
     )
 
 
@@ -87,7 +86,7 @@ def test_gpu_logic_a_pull_is_recorded_once_and_repeated(monkeypatch: pytest.Monk
 
 def test_frozen_tensors_can_be_left_as_they_are() -> None:
     """Also a part of a parameter: it is copied from its own part of the memory."""
-    manifest = tuple(replace(spec, frozen=spec.name != "gate") for spec in MANIFEST)
+    manifest = Manifest(replace(spec, frozen=spec.name != "gate") for spec in MANIFEST)
     memory, model, workers = WeightBuffer.create(buffer_size(MANIFEST)), Fused(), Workers()
     first, second = ({spec.name: torch.randn(spec.shape).bfloat16() for spec in MANIFEST} for _ in range(2))
     for spec in MANIFEST:

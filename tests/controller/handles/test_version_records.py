@@ -24,7 +24,6 @@ RECORD = VersionRecord(
     dtype=torch.float32,
     transport="torchstore",
     host="",
-    layout=b"",
 )
 
 

@@ -20,7 +20,6 @@ from rl.weights.version import (
     WeightsError,
     buffer_size,
     build_manifest,
-    manifest_checksum,
 )
 from tests.stores import FakeStore
 from tests.waiting import LIMIT_S, wait_for_line
@@ -36,7 +35,6 @@ def _record(buffer: WeightBuffer, version: int, push_index: int | None = None) -
         dtype=torch.float32,
         transport="shared_memory",
         host=host_identity(),
-        layout=manifest_checksum(MANIFEST),
         location=buffer.location,
     )
 

@@ -27,7 +27,6 @@ from rl.weights.version import (
     WeightsError,
     build_manifest,
     load_transport,
-    manifest_checksum,
 )
 from tests.stores import FakeStore, living
 from tests.waiting import join
@@ -57,7 +56,6 @@ def send(sender: Sender, name: str, version: int, shards: Sequence[Shard] = (), 
         dtype=torch.bfloat16,
         transport=name,
         host=host_identity(),
-        layout=manifest_checksum(MANIFEST),
     )
     shards = shards or [Shard(tensor_name, tensor, tensor, ()) for tensor_name, tensor in weights(version).items()]
     return asyncio.run(sender.send(replace(record, **fields), shards))[0]

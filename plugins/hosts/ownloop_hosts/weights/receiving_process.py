@@ -192,7 +192,7 @@ class ReceivingProcess:
     def _memory(self, record: VersionRecord, publisher: str) -> "_PolicyMemory":
         memory = self._policies.get(record.policy)
         # A trainer that was restarted numbers its versions anew.
-        if memory is None or (memory.layout, memory.publisher) != (record.layout, publisher):
+        if memory is None or (memory.layout, memory.publisher) != (record.manifest.layout, publisher):
             if memory is not None:
                 self._policies.pop(record.policy).close()
             memory = self._policies[record.policy] = _PolicyMemory(record, publisher)
@@ -218,7 +218,7 @@ class _PolicyMemory:
     """The buffers of one policy's versions."""
 
     def __init__(self, record: VersionRecord, publisher: str) -> None:
-        self.layout = record.layout
+        self.layout = record.manifest.layout
         self.publisher = publisher
         self.newest: WeightBuffer | None = None
         self._buffers = WeightBuffer.create_for(record.manifest)
