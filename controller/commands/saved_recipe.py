@@ -21,18 +21,17 @@ PARENT_FILE = "parent.json"
 
 def find_run(name: str, runs: Path) -> Path:
     """The folder of a run given by path or by its name within `runs`. Raises ValueError if there is no such run."""
-    if (path := run_of(name, runs)) is None:
-        paths = dict.fromkeys((Path(name), runs / name))
-        raise ValueError(f"there is no run {name}: no {CONFIG_FILE} in {' or '.join(map(str, paths))}")
-    return path
+    paths = dict.fromkeys((Path(name), runs / name))
+    for path in paths:
+        if (path / CONFIG_FILE).is_file():
+            return path
+    raise ValueError(f"there is no run {name}: no {CONFIG_FILE} in {' or '.join(map(str, paths))}")
 
 
 def run_of(name: str, runs: Path) -> Path | None:
-    """The run of this path or name; None if there is none. A model's directory has a config.json but no logs."""
-    for path in (Path(name), runs / name):
-        if (path / CONFIG_FILE).is_file() and (path / "logs").is_dir():
-            return path
-    return None
+    """The run of this path or name; None for a model, whose directory has a config.json but no logs."""
+    paths = (path for path in (Path(name), runs / name) if (path / CONFIG_FILE).is_file())
+    return next((path for path in paths if (path / "logs").is_dir()), None)
 
 
 def save_recipe(

@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 from controller.commands.command import OfRuns, TakesFields
 from controller.commands.output import CapturedOutput
 from controller.commands.recipes import configuration, recipe_files
-from controller.commands.saved_recipe import run_of
+from controller.commands.saved_recipe import find_run
 from controller.runs.folder import CONFIG_FILE, METRICS, ROLLOUTS, check_run_schema, read_json, to_json
 from controller.runs.metric_rows import last_row_with, metric_rows
 
@@ -102,7 +102,10 @@ class Show(OfRuns, TakesFields):
 
 def _run_folder(name: str, runs: Path) -> Path | None:
     """The run of this path or name, unless the name is a recipe's."""
-    run = run_of(name, runs)
+    try:
+        run = find_run(name, runs)
+    except ValueError:
+        return None
     return None if run != Path(name) and name in recipe_files() else run
 
 
