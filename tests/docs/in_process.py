@@ -49,7 +49,7 @@ class InProcessTrainer(EngineTrainer):
         self._published = published
 
     async def forward_backward(
-        self, batch: Sequence[Datum], loss: Any, loss_config: Mapping[str, Any] | None = None
+        self, batch: Sequence[Datum], loss: Any, loss_config: Mapping[str, object] | None = None
     ) -> ForwardBackwardOutput:
         """See `rl.protocols.Trainer`. The device can do a thousand million operations a second."""
         output = await super().forward_backward(batch, loss, loss_config)

@@ -29,7 +29,7 @@ class EngineTrainer:
         return self.engine.policy_version
 
     async def forward_backward(
-        self, batch: Sequence[Datum], loss: str | Callable[..., Any], loss_config: Mapping[str, Any] | None = None
+        self, batch: Sequence[Datum], loss: str | Callable[..., Any], loss_config: Mapping[str, object] | None = None
     ) -> ForwardBackwardOutput:
         checked = get_loss(loss, loss_config)
         return self.engine.forward_backward(self._cut(checked.prepared(batch), checked.required_inputs), checked)

@@ -56,7 +56,7 @@ class ToyTrainer:
         return logprobs.gather(-1, torch.from_numpy(datum.loss_inputs["target_tokens"])[:, None])[:, 0]
 
     async def forward_backward(
-        self, batch: Sequence[Datum], loss: str | Callable[..., Any], loss_config: Mapping[str, Any] | None = None
+        self, batch: Sequence[Datum], loss: str | Callable[..., Any], loss_config: Mapping[str, object] | None = None
     ) -> ForwardBackwardOutput:
         await self.host.work(self, "forward_backward")
         checked = get_loss(loss, loss_config)
