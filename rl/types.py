@@ -9,7 +9,7 @@ Legend: T tokens of one sequence, N tokens of one completion, P tokens of one pr
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,7 +100,7 @@ class Answer(str):
 
     An environment that wants the text alone uses it as the `str` that it is. Reasoning begins and ends with a pair of
     `REASONING`. A second opening within reasoning is part of it. A closing delimiter without an opening ends reasoning
-    that began with the text. Reasoning that nothing closes leaves no content.
+    that began with the text. Reasoning that nothing closes leaves no content. An answer is immutable.
     """
 
     __slots__ = ("content", "is_cut_off", "reasoning")
@@ -114,8 +114,17 @@ class Answer(str):
     def __new__(cls, text: str, reasoning: str = "", content: str = "", is_cut_off: bool = False) -> Self:
         """An answer of known parts; `read` finds them."""
         self = super().__new__(cls, text)
-        self.reasoning, self.content, self.is_cut_off = reasoning, content, is_cut_off
+        for name, value in (("reasoning", reasoning), ("content", content), ("is_cut_off", is_cut_off)):
+            object.__setattr__(self, name, value)
         return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises AttributeError."""
+        raise AttributeError(f"{name} of an Answer cannot be set")
+
+    def __delattr__(self, name: str) -> None:
+        """Raises AttributeError."""
+        raise AttributeError(f"{name} of an Answer cannot be deleted")
 
     @classmethod
     def read(cls, text: str, *, opening: str = "", is_cut_off: bool = False) -> "Answer":
@@ -128,6 +137,10 @@ class Answer(str):
             return text
         reasoning, content, _ = _parts(text, opening)
         return cls(str(text), reasoning, content, is_cut_off)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the parts."""
+        return Answer, (str(self), self.reasoning, self.content, self.is_cut_off)
 
 
 def open_reasoning(text: str) -> str:

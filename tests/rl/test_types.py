@@ -164,8 +164,12 @@ def test_an_answer_is_what_follows_the_reasoning(text: str, reasoning: str, cont
     assert Answer.read(answer) is answer
 
 
-def test_an_answer_is_a_text_and_its_copies_have_its_parts() -> None:
+def test_an_answer_is_a_text_that_nothing_changes() -> None:
     answer = Answer.read("<think>why</think>so", is_cut_off=True)
     assert (answer, hash(answer), answer.upper()) == (str(answer), hash(str(answer)), "<THINK>WHY</THINK>SO")
     for same in (pickle.loads(pickle.dumps(answer)), copy.deepcopy(answer)):
         assert (same, same.reasoning, same.content, same.is_cut_off) == (answer, "why", "so", True)
+    with pytest.raises(AttributeError, match="content of an Answer cannot be set"):
+        answer.content = "paid"
+    with pytest.raises(AttributeError, match="reasoning of an Answer cannot be deleted"):
+        del answer.reasoning
