@@ -1,8 +1,10 @@
 """What the tests of the core and of plug-ins share: no network, the real model, engines, and a plan for the workers."""
 
 import asyncio
+import atexit
 import gc
 import inspect
+import itertools
 import os
 import re
 import signal
@@ -83,6 +85,8 @@ every engine, and a worker needs one of its own.
 """
 
 
+_modules_with_runs = itertools.count(1)
+
 # Importing the tests makes millions of objects that stay, which the collector would walk again and again.
 gc.disable()
 
@@ -117,8 +121,8 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Lets the interpreter free what it can at its end, or libraries report leaks."""
-    gc.unfreeze()
+    """Lets the interpreter free what it can at its end, or libraries report leaks; pytest itself collects before."""
+    atexit.register(gc.unfreeze)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -201,13 +205,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 def collector_passes_over_imports() -> Generator[None]:
     """Keeps what was imported frozen while the tests of a module run, although every run unfreezes the heap at its end.
 
-    A full collection would take half a second otherwise, and the many short runs of the tests make several each.
+    A full collection would take a second otherwise, and the many short runs of the tests make several each. What runs
+    leave is freed after every tenth module that has some.
     """
     asked: list[None] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "unfreeze", lambda: asked.append(None))
         yield
-    if asked:
+    if asked and next(_modules_with_runs) % 10 == 0:
         gc.unfreeze()
         gc.collect()
         gc.freeze()

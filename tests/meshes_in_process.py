@@ -4,12 +4,13 @@ Everything but the process boundary is real: launcher, handles, actors, engines 
 """
 
 import asyncio
+import functools
 import gc
 import inspect
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
@@ -33,15 +34,25 @@ _END_S = 120.0
 def vllm_in_process() -> Generator[None]:
     """At the end of the block, what vLLM did to this process is undone. Its engines are closed and dropped by then."""
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms.cpu import CpuPlatform
 
     environment, set_num_threads = dict(os.environ), torch.set_num_threads
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "collect", lambda *_: 0)  # vLLM does so once per engine, seconds each with its modules loaded
+        # vLLM collects garbage and walks through all modules for every engine, a second with its modules loaded.
+        patch.setattr(gc, "collect", lambda *_: 0)
+        patch.setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(_registers_kernels_once()))
         yield
     cleanup_dist_env_and_memory()
     torch.set_num_threads = set_num_threads
     os.environ.clear()
     os.environ.update(environment)
+
+
+@functools.cache
+def _registers_kernels_once() -> Callable[[], None]:
+    from vllm.platforms.cpu import CpuPlatform
+
+    return functools.cache(CpuPlatform.register_triton_kernel_overrides)
 
 
 @contextmanager

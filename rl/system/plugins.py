@@ -155,7 +155,7 @@ def installed() -> list[Plugin]:
     found: dict[str, Plugin] = {}
     for each in distributions():
         entries = tuple(sorted(e for e in each.entry_points if e.group.removeprefix("ownloop.") in KINDS))
-        if entries or each.name.startswith("ownloop-"):
+        if entries or "\nName: ownloop-" in (each.read_text("METADATA") or ""):  # `name` parses whole pages
             found.setdefault(each.name, Plugin(each.name, each.version, entries))  # the first is what Python imports
     return [found[name] for name in sorted(found)]
 

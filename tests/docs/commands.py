@@ -1,11 +1,11 @@
 """Checks a page's commands without running them: programs, targets, recipes, options and files must exist."""
 
+import functools
 import importlib.util
 import re
 import shlex
 import tomllib
 from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from controller.commands.command_line import COMMANDS, HELP, parse_command
 from controller.commands.recipes import configuration, recipe_files
 from controller.commands.run import Run
 from controller.commands.show import Show
+from rl.system.plugins import named_by
 from tests.docs.pages import PLUGINS, ROOT
 
 _OTHER_PROGRAMS = {"kubectl", "sbatch", "git", "cd", "cp", "tail", "mkdir", "pre-commit", "source"} | {
@@ -94,10 +95,16 @@ def _check_ownloop(arguments: Sequence[str]) -> None:
 
 def needs_more(arguments: Sequence[str]) -> bool:
     """Whether a command of `ownloop` is of a plug-in that is not installed here, or names such a plug-in's recipe."""
-    commands = {name for plugin in PLUGINS for name in _entry_points(plugin, "commands")} - {*COMMANDS}
+    commands, recipes = _not_installed()
+    return arguments[0] in commands or bool({*arguments} & recipes)
+
+
+@functools.cache
+def _not_installed() -> tuple[set[str], set[str]]:
+    """The commands and the recipes of plug-ins that are not installed here."""
+    commands = {name for plugin in PLUGINS for name in _entry_points(plugin, "commands")}
     recipes = {file.stem for plugin in PLUGINS for file in plugin.glob("configs/*.py")}
-    installed = {each.name for each in entry_points(group="ownloop.commands")}
-    return arguments[0] in commands - installed or bool({*arguments} & (recipes - {*recipe_files()}))
+    return commands - {*COMMANDS, *named_by("commands")}, recipes - {*recipe_files()}
 
 
 def _entry_points(plugin: Path, group: str) -> dict[str, str]:

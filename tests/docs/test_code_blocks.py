@@ -18,6 +18,7 @@ import importlib
 import inspect
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ from typing import Any
 
 import pytest
 
+from controller.commands.command_line import run_command
 from tests.docs.commands import RUN, check_command, commands_of, is_cheap, reads_a_run
 from tests.docs.in_process import launch_in_process
 from tests.docs.loop_runs import run_loop
@@ -96,13 +98,6 @@ def test_commands_would_be_accepted(block: Block, here: Path, monkeypatch: pytes
         check_command(words)
 
 
-def _script(block: Block) -> str:
-    """The commands of a block that are run: all that are marked for it, and otherwise the cheap ones."""
-    if block.mark == "run":
-        return block.text
-    return "\n".join(shlex.join(words) for words in commands_of(block.text) if is_cheap(words) or reads_a_run(words))
-
-
 @pytest.fixture(scope="module")
 def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run."""
@@ -113,28 +108,42 @@ def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / RUN
 
 
-@pytest.mark.seconds
-@pytest.mark.parametrize("block", [block for block in _in_language("bash") if _script(block)], ids=_name)
-def test_commands_run(block: Block, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    _write_files(block.page, tmp_path)
-    if any(reads_a_run(words) for words in commands_of(block.text)):
-        shutil.copytree(request.getfixturevalue("a_run"), tmp_path / RUN)
-    ownloop = tmp_path / ".venv" / "bin" / "ownloop"
+@pytest.mark.parametrize("block", [block for block in _in_language("bash") if block.mark == "run"], ids=_name)
+def test_marked_commands_run(block: Block, here: Path) -> None:
+    _write_files(block.page, here)
+    ownloop = here / ".venv" / "bin" / "ownloop"
     ownloop.parent.mkdir(parents=True)
     ownloop.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m controller.commands.cli "$@"\n')
     ownloop.chmod(0o755)
-    ownloop.with_name("python").symlink_to(sys.executable)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{ownloop.parent}{os.pathsep}{os.environ['PATH']}"}
-    result = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", _script(block)],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = ["bash", "-euo", "pipefail", "-c", block.text]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+_SHOWN = {
+    shlex.join(words): (block.page, words)
+    for block in _in_language("bash")
+    if block.mark != "run"
+    for words in commands_of(block.text)
+    if is_cheap(words) or reads_a_run(words)
+}
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(("page", "words"), _SHOWN.values(), ids=_SHOWN)
+def test_commands_that_print_something_do(
+    page: Path, words: list[str], here: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write_files(page, here)
+    if reads_a_run(words):
+        shutil.copytree(request.getfixturevalue("a_run"), here / RUN)
+    program, *arguments = words
+    if program.endswith("python"):
+        monkeypatch.setattr(sys, "argv", arguments)
+        runpy.run_path(arguments[0], run_name="__main__")
+    else:
+        assert run_command(arguments) == 0
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=_name)

@@ -112,7 +112,7 @@ COMMANDS = {
     "script": Command(["python3", "check.py"]),
     "options": Command(["python3", "-B", "-W", "ignore", "check.py"]),
     "code": Command(["python3", "-c", "import runpy; runpy.run_path('check.py')"]),
-    "pytest": Command([PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_sums.py"]),
+    "pytest": Command([PYTHON, "-m", "pytest", "-q", "--disable-plugin-autoload", "tests/test_sums.py"]),
     "unittest": Command(["python3", "-m", "unittest", "test_cases"]),
 }
 WORKS = {
