@@ -25,9 +25,12 @@ from controller.handles.store import WeightStore
 from controller.processes.mesh import Mesh
 from controller.processes.rank_processes import RankProcesses
 from generator.actor import VLLMGenerator
+from tests.docs.in_process import draw_no_curves
 from tests.stores import FakeStore
+from trainer.matrix_rate import matrix_rate
 
 _END_S = 120.0
+_matrix_rate = functools.cache(matrix_rate)
 
 
 @contextmanager
@@ -57,7 +60,10 @@ def _registers_kernels_once() -> Callable[[], None]:
 
 @contextmanager
 def meshes_in_process() -> Generator[None]:
-    """Within the block `Mesh.spawn` starts no process, and every TorchStore is a dictionary."""
+    """Within the block `Mesh.spawn` starts no process, and every TorchStore is a dictionary.
+
+    Nor are curves drawn, and a trainer does not measure again how fast this machine is.
+    """
     stores = defaultdict[str, FakeStore](FakeStore)
 
     async def client(store_name: str) -> FakeStore:
@@ -72,6 +78,8 @@ def meshes_in_process() -> Generator[None]:
         patch.setattr(Mesh, "spawn", InProcessMesh.spawn)
         patch.setattr(WeightStore, "launch", launch)
         patch.setattr(torchstore, "client", client)
+        patch.setattr("trainer.actor.matrix_rate", _matrix_rate)
+        draw_no_curves(patch)
         yield
 
 

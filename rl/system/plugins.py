@@ -137,6 +137,7 @@ def why_absent(kind: str, name: str) -> str:
 def clear() -> None:
     """Forgets which parts there are."""
     _load_all.cache_clear()
+    installed.cache_clear()
     _broken.clear()
 
 
@@ -150,14 +151,15 @@ class Plugin:
     """In the order of their names, by kind."""
 
 
-def installed() -> list[Plugin]:
+@functools.cache
+def installed() -> tuple[Plugin, ...]:
     """The installed plug-ins, sorted by name."""
     found: dict[str, Plugin] = {}
     for each in distributions():
         entries = tuple(sorted(e for e in each.entry_points if e.group.removeprefix("ownloop.") in KINDS))
         if entries or "\nName: ownloop-" in (each.read_text("METADATA") or ""):  # `name` parses whole pages
             found.setdefault(each.name, Plugin(each.name, each.version, entries))  # the first is what Python imports
-    return [found[name] for name in sorted(found)]
+    return tuple(found[name] for name in sorted(found))
 
 
 def is_installed(distribution: str) -> bool:

@@ -149,7 +149,7 @@ class InProcessGenerator:
 def launch_in_process(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Makes `Launcher` and `launch` start no processes, and `smollm2-135m-instruct` a tiny model in `folder`.
 
-    Curves are not drawn, because with so small a model they would take most of a run's time.
+    Curves are not drawn.
     """
     tiny_chat_model(folder / "models" / "smollm2-135m-instruct")
     monkeypatch.setenv("OWNLOOP_CACHE", str(folder))
@@ -173,6 +173,11 @@ def launch_in_process(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(Launcher, "trainer", trainer)
     monkeypatch.setattr(Launcher, "reference", reference)
     monkeypatch.setattr(Launcher, "generator", generator)
+    draw_no_curves(monkeypatch)
+
+
+def draw_no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With so small a model they would take most of a run's time."""
     if importlib.util.find_spec("ownloop_report"):
         monkeypatch.setattr("ownloop_report.plot.plot_curve", lambda *_, **__: None)
 

@@ -18,7 +18,7 @@ from tests.stores import FakeStore
 from trainer.push import WeightPublisher
 
 PROMPTS = [list(range(3 + 3 * i, 33 + 4 * i)) for i in range(5)]
-GREEDY = SamplingParams(max_tokens=24, temperature=0)
+GREEDY = SamplingParams(max_tokens=8, temperature=0)
 
 
 async def greedy(engine: GenerationEngine, sampling: SamplingParams = GREEDY) -> list[Completion]:

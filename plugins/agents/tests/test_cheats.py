@@ -6,7 +6,7 @@ What cannot be told apart is tested too, and on docs/safety.md by name.
 import asyncio
 import sys
 from ast import literal_eval
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -142,10 +142,18 @@ WORKS = {
 }
 
 
+OF_PYTEST = ("end in the function", "claim to be asked wrongly", "print and end", "at the end", *list(WORKS)[-7:])
+
+
 @pytest.mark.parametrize(
-    "command", [c if c in ("script", "pytest") else pytest.param(c, marks=pytest.mark.slow) for c in COMMANDS]
+    ("command", "names"),
+    [
+        ("script", WORKS),
+        pytest.param("pytest", OF_PYTEST, id="pytest"),
+        *(pytest.param(c, WORKS, id=f"{c}-all", marks=pytest.mark.slow) for c in list(COMMANDS)[1:]),
+    ],
 )
-async def test_no_work_that_solves_nothing_is_paid(command: str) -> None:
+async def test_no_work_that_solves_nothing_is_paid(command: str, names: Collection[str]) -> None:
     limit = asyncio.Semaphore(2)
 
     async def one(text: str) -> float:
@@ -154,8 +162,8 @@ async def test_no_work_that_solves_nothing_is_paid(command: str) -> None:
             run = partial(vars(programs)["_in_a_fresh_sandbox"], PROGRAM, TASK, work)
             return await COMMANDS[command](TASK, work, Attempt(exit_code=0, output="", calls=(), run=run))
 
-    earned = await asyncio.gather(*map(one, [*WORKS.values(), RIGHT]))
-    assert dict(zip([*WORKS, "right"], earned, strict=True)) == {**dict.fromkeys(WORKS, 0.0), "right": 1.0}
+    earned = await asyncio.gather(*(one(WORKS[name]) for name in names), one(RIGHT))
+    assert dict(zip([*names, "right"], earned, strict=True)) == {**dict.fromkeys(names, 0.0), "right": 1.0}
 
 
 PLANTED = {

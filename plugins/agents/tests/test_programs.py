@@ -85,7 +85,7 @@ def run(engine: GenerationEngine, made: Program, todo: list[AgentTask], reward: 
 @pytest.mark.parametrize("sandbox", ["local", "namespaces", pytest.param("bubblewrap", marks=pytest.mark.slow)])
 def test_a_program_that_knows_nothing_becomes_data(chat_engine: GenerationEngine, sandbox: str) -> None:
     try:
-        groups = run(chat_engine, program(SDK_CHAT, "{prompt}", sandbox=sandbox), tasks(2), num_samples=2, seed=5)
+        groups = run(chat_engine, program(CHAT, "{prompt}", sandbox=sandbox), tasks(2), num_samples=2, seed=5)
     except ValueError as error:
         pytest.skip(str(error)[:50])
     assert [group.task_id for group in groups] == ["0", "1"]
@@ -123,8 +123,9 @@ def test_a_reward_may_say_more(chat_engine: GenerationEngine) -> None:
         del task, attempt
         return Scored(reward=0.5, metrics={"port": float((work / "answer.txt").read_text()[-3] == "/")}, truncated=True)
 
-    (group,) = run(chat_engine, program(CHAT, "{base_url}"), tasks(), scored)
+    (group,) = run(chat_engine, program(SDK_CHAT, "{base_url}"), tasks(), scored)
     (session,) = group.sessions
+    assert len(session.calls) == 3
     assert (session.reward, session.metrics, session.ended_by) == (0.5, {"port": 1.0}, "own_limit")
     assert group.as_group().rollouts[0].truncated
 

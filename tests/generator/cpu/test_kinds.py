@@ -52,7 +52,7 @@ CASES: dict[str, tuple[Callable[[Path], Path], dict[str, object]]] = {
     "adapted": (partial(served_qwen2, tied=False), {"lora": LoRALimits(max_rank=8, max_adapters=1, max_loaded=1)}),
 }
 ADAPTER = LoRAConfig(rank=4, alpha=8.0)
-GREEDY = SamplingParams(max_tokens=12, temperature=0)
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
 
 
 @pytest.fixture(autouse=True)
