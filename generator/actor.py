@@ -111,9 +111,14 @@ class VLLMGenerator(Actor):
         return self._engine.load.take()
 
     @concurrent_endpoint
-    async def rest(self, asleep: bool) -> None:
-        """`GenerationEngine.rest`."""
-        await self._engine.rest(asleep=asleep)
+    async def sleep(self) -> None:
+        """`GenerationEngine.sleep`."""
+        await self._engine.sleep()
+
+    @concurrent_endpoint
+    async def wake_up(self) -> None:
+        """`GenerationEngine.wake_up`."""
+        await self._engine.wake_up()
 
     @concurrent_endpoint
     async def drop_policy(self, policy: Policy) -> None:

@@ -47,9 +47,10 @@ from generator.engine_calls import (
     Freeze,
     Generate,
     Queued,
-    Rest,
+    Sleep,
     Stream,
     Update,
+    WakeUp,
 )
 from generator.engine_part import EnginePart, engine_parts
 from generator.options import engine_options
@@ -210,9 +211,13 @@ class GenerationEngine:
         """Serves an adapter or a frozen version no longer; running requests finish. Raises ValueError without it."""
         await asyncio.wrap_future(self._calls.submit(Drop(self._next_id(), policy)))
 
-    async def rest(self, *, asleep: bool) -> None:
-        """Frees the GPU's memory once no request is running, or takes it again. Weights stay, or are loaded again."""
-        await asyncio.wrap_future(self._calls.submit(Rest(self._next_id(), asleep)))
+    async def sleep(self) -> None:
+        """Frees the GPU's memory once no request is running."""
+        await asyncio.wrap_future(self._calls.submit(Sleep(self._next_id())))
+
+    async def wake_up(self) -> None:
+        """Takes the GPU's memory again. Weights have stayed, or are loaded again."""
+        await asyncio.wrap_future(self._calls.submit(WakeUp(self._next_id())))
 
     def close(self) -> None:
         """Ends the thread. Unfinished requests raise `EngineStoppedError`."""
@@ -298,8 +303,11 @@ class GenerationEngine:
             case Drop():
                 self._updates.drop(command.policy)
                 self._calls.answer(command.id)
-            case Rest():
-                self._updates.rest(self._step, asleep=command.asleep)
+            case Sleep():
+                self._updates.sleep(self._step)
+                self._calls.answer(command.id)
+            case WakeUp():
+                self._engine.wake_up()
                 self._calls.answer(command.id)
             case Close():
                 raise AssertionError("the caller ends the thread")

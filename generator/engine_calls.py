@@ -94,11 +94,17 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """Free the GPU's memory once no request is running, or take it again."""
+class Sleep:
+    """Free the GPU's memory once no request is running."""
 
     id: str
-    asleep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    """Take the GPU's memory again."""
+
+    id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,7 @@ class Close:
     id: str
 
 
-Queued = Generate | Stream | Update | Freeze | Drop | Rest | Close
+Queued = Generate | Stream | Update | Freeze | Drop | Sleep | WakeUp | Close
 Command = Queued | Cancel
 
 
@@ -116,7 +122,7 @@ class Backlog:
     """Commands that have not been carried out. They run as they came, but no policy waits for another one's requests.
 
     A command waits for an earlier one that concerns the same policy and waits itself. Also, an update in "drain"
-    mode waits for the running requests of its policy, and falling asleep waits for all running requests. An update of
+    mode waits for the running requests of its policy, and `Sleep` waits for all running requests. An update of
     the model itself concerns every policy.
     """
 
@@ -160,7 +166,7 @@ def _waits(command: Queued, has_requests: Callable[[Policy], bool]) -> bool:
     match command:
         case Update(mode="drain", frozen=False):
             return has_requests(command.record.policy)
-        case Rest(asleep=True):
+        case Sleep():
             return has_requests(None)
         case _:
             return False
@@ -169,7 +175,7 @@ def _waits(command: Queued, has_requests: Callable[[Policy], bool]) -> bool:
 def _concerned(command: Queued) -> set[Policy] | None:
     """The policies that a command concerns; None if it concerns all of them."""
     match command:
-        case Close() | Rest():
+        case Close() | Sleep() | WakeUp():
             return None
         case Generate() | Stream() | Drop():
             return {command.policy}

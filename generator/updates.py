@@ -86,15 +86,12 @@ class WeightUpdates:
         finally:
             core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
-    def rest(self, step: Callable[[], None], *, asleep: bool) -> None:
-        """Frees the memory of weights, keys and values, or takes it again.
+    def sleep(self, step: Callable[[], None]) -> None:
+        """Frees the memory of weights, keys and values.
 
         Weights that can be pulled again are dropped, and other weights are kept in the host's memory. vLLM has nothing
         to free on a CPU, and only says so.
         """
-        if not asleep:
-            self._engine.wake_up()
-            return
         self.finish_steps(step)
         # Adapters lie in the memory that would be dropped.
         self._dropped = self._pulled if self.adapters is None else None

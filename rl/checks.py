@@ -17,6 +17,8 @@ MAX_SEED = 1 << 62
 """Bound of seeds. PyTorch's generators take 64 bits, of which this leaves room for every sample's."""
 MAX_FLOAT32 = 3.4028234663852886e38
 """The largest number of float32, in which trainers compute."""
+MIN_FLOAT32 = 1.1754943508222875e-38
+"""The smallest number above 0 that float32 holds in full precision."""
 _MAX_NAMES = 5
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, Field, PositiveInt
 
+from rl.checks import MIN_FLOAT32
 from rl.configuration import NotNegative, Positive, configuration
 from rl.images import PlacedImage
 from rl.sampling import Ids, KeptSets, Routes, SamplingParams
@@ -234,25 +235,22 @@ class Group:
         return np.array([r.reward for r in self.rollouts], dtype=np.float64)
 
 
-REPORTED_WEIGHT = float(np.finfo(np.float32).tiny)
-"""The weight of a position whose log-prob is wanted and whose term of the loss is not: float32's smallest normal
-number. Smaller weights, which are lost in every sum, are treated alike."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datum:
     """One self-contained training sequence: the tokens that the model reads, and the arrays that its loss needs.
 
     Arrays are already shifted, as in Tinker: position t reads `tokens[t]` and is scored on `target_tokens[t]`.
-    `loss_inputs` always holds `target_tokens`, and may hold `weights`: the loss multiplies each position's term by its
-    weight, and neither scores nor counts positions of weight 0. Without `weights`, every position has weight 1. A
-    position of `REPORTED_WEIGHT` is scored, and otherwise as one of weight 0: it changes no loss, mean or metric.
+    `loss_inputs` always holds `target_tokens`, and may hold `weights` and `reported_mask`. The loss multiplies each
+    position's term by its weight; without `weights`, every weight is 1. A position of weight 0 is neither scored nor
+    counted. Where `reported_mask` is true it is scored, so that its log-prob and entropy are returned, and still not
+    counted: it changes no loss, mean or metric. A position of another weight is scored and counted, masked or not.
     """
 
     tokens: NDArray[np.int64]
     """[T] input tokens, T at least 1."""
     loss_inputs: Mapping[str, np.ndarray]
-    """[T] each: target_tokens int64; weights, logprobs, advantages float32; and any others that a custom loss uses."""
+    """[T] each: target_tokens int64; weights, logprobs, advantages float32; reported_mask bool; and any others that a
+    custom loss uses."""
     temperature: float = 1.0
     """By which logits are divided: the sampler's, so that policy, references and teachers score a token under the
     distribution that it was sampled from."""
@@ -272,8 +270,13 @@ class Datum:
 
     @property
     def counted(self) -> NDArray[np.bool_]:
-        """[T] whether a position's term counts: its weight is neither 0 nor `REPORTED_WEIGHT`."""
-        return np.abs(self.weights) > REPORTED_WEIGHT
+        """[T] whether a position's term counts: its weight is not 0."""
+        return self.weights != 0
+
+    @property
+    def scored(self) -> NDArray[np.bool_]:
+        """[T] whether a position has a log-prob: it counts, or is only reported."""
+        return self.counted | self.loss_inputs.get("reported_mask", np.False_)
 
     @property
     def num_loss_tokens(self) -> int:
@@ -281,13 +284,12 @@ class Datum:
         return int(np.count_nonzero(self.counted))
 
     def weighted(self, factor: float) -> "Datum":
-        """The datum with its weights multiplied by a factor. Positions of `REPORTED_WEIGHT` keep it."""
-        weights = np.where(self.counted, self.weights * np.float32(factor), self.weights)
-        return replace(self, loss_inputs={**self.loss_inputs, "weights": weights})
+        """The datum with its weights multiplied by a factor."""
+        return replace(self, loss_inputs={**self.loss_inputs, "weights": self.weights * np.float32(factor)})
 
 
 def _check_eps(value: float) -> float:
-    if value < REPORTED_WEIGHT:
+    if value < MIN_FLOAT32:
         raise ValueError("Input should be above 0 in float32")
     return value
 

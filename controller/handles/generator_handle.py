@@ -189,11 +189,11 @@ class GeneratorHandle:
 
     async def take_memory(self) -> None:
         """Wakes vLLM up, which has its weights on the GPUs again then."""
-        await self._watched("rest", False, needs_memory=False)
+        await self._watched("wake_up", needs_memory=False)
 
     async def free_memory(self) -> None:
         """Has vLLM sleep once no request is running: it frees the memory of the GPUs, and keeps weights on the host."""
-        await self._watched("rest", True, needs_memory=False)
+        await self._watched("sleep", needs_memory=False)
 
     async def version(self) -> int:
         """The policy version in use. Before the first pull it is 0: the weights in the model's directory."""

@@ -12,7 +12,7 @@ from rl.data.batching import merge_metrics
 from rl.losses import RESERVED_METRICS
 from rl.losses.shared import MAX_LOG_RATIO
 from rl.system.timeline import CONTROLLER, span
-from rl.types import REPORTED_WEIGHT, Datum, ForwardBackwardOutput, Group, OptimStepOutput
+from rl.types import Datum, ForwardBackwardOutput, Group, OptimStepOutput
 
 Array = NDArray[np.float32]
 _DATUMS_AT_ONCE = 32
@@ -118,8 +118,7 @@ def logprob_mismatch(batch: Sequence[Datum], output: ForwardBackwardOutput) -> d
         delta, other = rooms[:, : sum(len(datum.tokens) for datum in datums)]
         np.concatenate(output.logprobs[first : first + _DATUMS_AT_ONCE], out=delta)
         delta -= np.concatenate([datum.loss_inputs["logprobs"] for datum in datums], out=other)
-        weights = np.concatenate([datum.weights for datum in datums], out=other)
-        counted = np.abs(weights, out=weights) > REPORTED_WEIGHT
+        counted = np.concatenate([datum.weights for datum in datums], out=other) != 0
         np.copyto(delta, 0, where=~counted)
         distance = np.abs(delta, out=other)
         here = int(np.count_nonzero(counted))

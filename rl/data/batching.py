@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rl.checks import MAX_FLOAT32
+from rl.checks import MAX_FLOAT32, MIN_FLOAT32
 from rl.data.packing import ModelFlops, PrefixGroup, group_by_prefix
 from rl.sampling import KeptSets, routes_fault
-from rl.types import REPORTED_WEIGHT, Datum
+from rl.types import Datum
 
+_DTYPES = {"target_tokens": np.int64, "reported_mask": np.bool_}
 _LOGPROBS = ("logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs")
 _MOST_ROUNDING = 0.01  # how far above 0 a log-prob computed in bfloat16 may be
 _KINDS: Mapping[str, Any] = {
@@ -193,7 +194,7 @@ def validate_batch(
     `rl.sampling.routes_fault`; None refuses routes.
     """
     for i, datum in enumerate(checked_data(batch)):
-        _check_array(f"batch[{i}].tokens", datum.tokens, integer=True)
+        _check_array(f"batch[{i}].tokens", datum.tokens, np.int64)
         if not 1 <= len(datum.tokens) <= max_seq_len:
             raise ValueError(
                 f"batch[{i}].tokens has length {len(datum.tokens)}; the model takes between 1 and {max_seq_len} tokens"
@@ -212,13 +213,13 @@ def validate_batch(
             )
         for name, array in datum.loss_inputs.items():
             field = f"batch[{i}].loss_inputs[{name!r}]"
-            _check_array(field, array, integer=name == "target_tokens")
+            _check_array(field, array, _DTYPES.get(name))
             if len(array) != len(datum.tokens):
                 raise ValueError(f"{field} has length {len(array)}; batch[{i}].tokens has length {len(datum.tokens)}")
             if name in _LOGPROBS and len(above := np.flatnonzero(array > _MOST_ROUNDING)):
                 raise ValueError(f"{field}[{above[0]}] is {array[above[0]]}; a log-prob is at most 0")
         _check_token_ids(f"batch[{i}].loss_inputs['target_tokens']", datum.loss_inputs["target_tokens"], vocab_size)
-        if not REPORTED_WEIGHT <= datum.temperature <= MAX_FLOAT32:
+        if not MIN_FLOAT32 <= datum.temperature <= MAX_FLOAT32:
             raise ValueError(f"batch[{i}].temperature is {datum.temperature}; it must be finite and above 0")
         if datum.kept is not None and (fault := datum.kept.fault(datum.loss_inputs["target_tokens"], vocab_size)):
             raise ValueError(f"batch[{i}].kept {fault}")
@@ -236,14 +237,14 @@ def _check_routes(name: str, datum: Datum, first: Datum, experts: tuple[int, int
         raise ValueError(f"{name}.routes {fault}")
 
 
-def _check_array(field: str, array: np.ndarray, *, integer: bool) -> None:
+def _check_array(field: str, array: np.ndarray, dtype: type[np.generic] | None) -> None:
     if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray) or array.ndim != 1:  # pyright: ignore[reportUnnecessaryIsInstance] - unchecked callers
         shape = getattr(array, "shape", None)
         raise ValueError(
             f"{field} is a {type(array).__name__} of shape {shape}; a NumPy array of one dimension is expected"
         )
-    if integer and array.dtype != np.int64:
-        raise ValueError(f"{field} has dtype {array.dtype}; int64 is expected")
+    if dtype is not None and array.dtype != dtype:
+        raise ValueError(f"{field} has dtype {array.dtype}; {np.dtype(dtype)} is expected")
     if array.dtype.kind not in "fiub" or array.dtype.itemsize > 8:  # torch has no float of 128 bits
         raise ValueError(f"{field} has dtype {array.dtype}; numbers of at most 64 bits are expected")
     if len(outside := np.flatnonzero(~(np.abs(array) <= np.float64(MAX_FLOAT32)))):

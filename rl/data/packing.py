@@ -6,7 +6,7 @@ add up in the prefix. Completions that begin alike share these tokens in the sam
 completions are a tree. The results are the same, for a fraction of the tokens. Different prompts begin alike too, with
 what the chat template puts before them; this opening of all datums can be computed once for the whole row.
 
-Legend: T tokens of a datum, L tokens of the row, S scored positions (of non-zero weight, counted per datum),
+Legend: T tokens of a datum, L tokens of the row, S scored positions (`Datum.scored`, counted per datum),
 P different pairs of a token of the row and a target among them, scored under different distributions.
 """
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rl.images import PlacedImage
 from rl.sampling import Ids, KeptSets, joined_routes, padded_routes
 from rl.system.hf_config import num_experts, read_config
-from rl.types import REPORTED_WEIGHT, Datum, Head
+from rl.types import Datum, Head
 
 Ints = NDArray[np.int64]
 _PADDING_DOCUMENT = 128  # most tokens of a document of padding; no model has a shorter context
@@ -108,7 +108,7 @@ class PackedRow:
     @property
     def num_loss_tokens(self) -> int:
         """The number of scored positions whose term counts."""
-        return int(np.count_nonzero(np.abs(self.loss_inputs["weights"]) > REPORTED_WEIGHT))
+        return int(np.count_nonzero(self.loss_inputs["weights"]))
 
     def unpack(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
         """[S] values of the scored positions -> one [T] array per datum, 0 where nothing is scored."""
@@ -139,7 +139,7 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
             pieces.append((i, slice(first, length)))
             images += [image.moved(start - first) for image in datum.images]
             places[first:length] = np.arange(start, start + length - first)
-            scored_here = np.flatnonzero(datum.weights)
+            scored_here = np.flatnonzero(datum.scored)
             scored.append(places[scored_here])
             datum_index.append(np.full(len(scored_here), i))
             datum_position.append(scored_here)
@@ -236,8 +236,7 @@ def group_by_prefix(batch: Sequence[Datum], *, share_prefixes: bool = True) -> l
 def shareable_prefix(datum: Datum) -> Ints:
     """The tokens that make a datum a member of its group: all up to and including the first position that counts.
 
-    A sampled datum's shareable prefix is its prompt. Positions of weight 0 or `REPORTED_WEIGHT` do not count; without
-    others it is the whole datum.
+    A sampled datum's shareable prefix is its prompt. Without a position that counts it is the whole datum.
     """
     counting = np.flatnonzero(datum.counted)
     return datum.tokens[: counting[0] + 1] if len(counting) else datum.tokens

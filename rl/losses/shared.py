@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from rl.configuration import NotNegative
-from rl.types import REPORTED_WEIGHT, Datum
+from rl.types import Datum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,9 +62,8 @@ class LossInputs:
         return self.arrays["weights"]
 
     def counted(self) -> tuple[Tensor, LossInputs]:
-        """[C] indices of the positions that are not only reported, and their inputs."""
-        size = self.weights.abs()
-        rows = ((size > REPORTED_WEIGHT) | (size == 0)).nonzero().squeeze(1)
+        """[C] indices of the positions that count, and their inputs. The others are only reported."""
+        rows = self.weights.nonzero().squeeze(1)
         return rows, self.of(rows)
 
     def of(self, rows: Tensor) -> LossInputs:
@@ -210,16 +209,15 @@ class SharedOptions:
 def with_observations(batch: Sequence[Datum]) -> list[Datum]:
     """The batch with the input `observations`: 1 for tokens that were not sampled, after the first that was.
 
-    They get the weight of positions that are only reported, so they count in no other sum and in no number of tokens.
+    They are only reported, so they count in no other sum and in no number of tokens.
     """
     marked: list[Datum] = []
     for datum in batch:
         sampled = np.flatnonzero(datum.counted)
-        observed = datum.weights == 0
+        observed = ~datum.counted
         observed[: sampled[0] if len(sampled) else None] = False
         observed[sampled[-1] if len(sampled) else 0 :] = False
-        inputs = {"weights": np.where(observed, np.float32(REPORTED_WEIGHT), datum.weights)}
-        inputs["observations"] = observed.astype(np.float32)
+        inputs = {"reported_mask": datum.scored | observed, "observations": observed.astype(np.float32)}
         marked.append(replace(datum, loss_inputs={**datum.loss_inputs, **inputs}))
     return marked
 

@@ -120,8 +120,8 @@ async def rehearse(engine: Any, trainer: Trainer, models: Sequence[Path]) -> Map
     await pull(trainer.push(1, models[1] / "model.safetensors"))
     expected.use(1, models[1])
     compare("over_another_model", await sampled(), {1}, {2}, {1})
-    await engine.rest(asleep=True)
-    await engine.rest(asleep=False)
+    await engine.sleep()
+    await engine.wake_up()
     compare("after_sleep", await sampled(), {1}, {2}, {1})
     return found
 

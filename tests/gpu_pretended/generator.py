@@ -132,9 +132,9 @@ async def rehearse(engine: Any, trainer: Trainer, models: Sequence[Path]) -> Map
     found["left_by_an_abort"] = engine.num_unfinished
     compare("after_a_drain", await sampled(), 2)
 
-    await engine.rest(asleep=True)
+    await engine.sleep()
     record = pushed(1)
-    await engine.rest(asleep=False)
+    await engine.wake_up()
     await engine.update_weights(record, LocalStore())
     compare("after_sleep_and_a_pull", await sampled(), 1)
     return found

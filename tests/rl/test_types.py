@@ -32,6 +32,11 @@ def test_weights_are_one_where_none_are_given() -> None:
     weighed = Datum(tokens=tokens, loss_inputs={"target_tokens": tokens, "weights": np.array([0, -1e-6, 2])})
     assert weighed.weights.tolist() == pytest.approx([0, -1e-6, 2])
     assert weighed.num_loss_tokens == 2
+    assert weighed.scored.tolist() == [False, True, True]
+    reported = {**weighed.loss_inputs, "reported_mask": np.array([True, True, False])}
+    reported_too = Datum(tokens=tokens, loss_inputs=reported).weighted(0.5)
+    assert reported_too.num_loss_tokens == 2
+    assert reported_too.scored.all()
 
 
 REQUIRED: dict[Any, dict[str, Any]] = {

@@ -224,7 +224,7 @@ def _require_scores(output: ForwardBackwardOutput, reference: ReferencePolicy, b
     assert output.entropy is not None
     worst = 0.0
     for datum, logprobs, entropy in zip(batch, output.logprobs, output.entropy, strict=True):
-        scored = datum.weights != 0
+        scored = datum.scored
         with torch.no_grad():
             expected = reference.logprobs(datum).numpy(), reference.entropy(datum).numpy()
         for actual, theirs in zip((logprobs, entropy), expected, strict=True):

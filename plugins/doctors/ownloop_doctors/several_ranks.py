@@ -186,7 +186,7 @@ def check_forward(results: LayoutResults) -> str:
     mine = [i for microbatch in plan(config, batch).microbatches[0] for i in microbatch]
     output, worst = results.many["forward"], 0.0
     for k, i in enumerate(mine):
-        scored = batch[i].weights != 0
+        scored = batch[i].scored
         with torch.no_grad():
             expected = exported.logprobs(batch[i]).numpy(), exported.entropy(batch[i]).numpy()
         for actual, theirs in zip((output.logprobs[k], output.entropy[k]), expected, strict=True):

@@ -79,7 +79,7 @@ def _of_the_data(terms: Terms) -> Iterator[Hypothesis]:
         changed = terms.changed_data(lambda datum, by=by: shifted(datum, by))
         yield Hypothesis(term="mask shifted by one", said=said, terms=changed)
     ends = end_tokens(terms.model)
-    if any(np.isin(datum.loss_inputs["target_tokens"][datum.weights != 0], ends).any() for datum in terms.data):
+    if any(np.isin(datum.loss_inputs["target_tokens"][datum.counted], ends).any() for datum in terms.data):
         changed = terms.changed_data(lambda datum: _without_end(datum, ends))
         yield Hypothesis(term="end token dropped", said=f"targets {ends} are not scored", terms=changed)
     changed = terms.changed_data(_without_last)

@@ -128,7 +128,7 @@ class Bench:
         sizes = [float(np.abs(datum.weights * datum.loss_inputs["advantages"]).sum()) for datum in data]
         return Found(
             numbers=_numbers(terms, output.metrics, scale, dot(found, found) ** 0.5),
-            logprobs=tuple(np.where(d.weights != 0, p, np.nan) for d, p in zip(data, logprobs, strict=True)),
+            logprobs=tuple(np.where(d.scored, p, np.nan) for d, p in zip(data, logprobs, strict=True)),
             values=seen,
             size=sum(sizes) * scale,
         )
@@ -193,7 +193,7 @@ def _with_own_logprobs(engine: Engine, data: Sequence[Datum]) -> list[Datum]:
     for datum in data:
         logprobs = datum.loss_inputs["logprobs"]
         if (unknown := np.isnan(logprobs)).any():
-            own = engine.forward([[datum]]).logprobs[0] if (unknown & (datum.weights != 0)).any() else 0
+            own = engine.forward([[datum]]).logprobs[0] if (unknown & datum.counted).any() else 0
             logprobs = np.where(unknown, own, logprobs).astype(np.float32)
         filled.append(replace(datum, loss_inputs={**datum.loss_inputs, "logprobs": logprobs}))
     return filled

@@ -192,7 +192,7 @@ def _with_their_loss(dump: Dump, found: Found, terms: Terms, known: Results) -> 
     """Their loss beside ours, on our log-probs; it stands in where they recorded none."""
     parts = [[p, d.loss_inputs["logprobs"], d.loss_inputs["advantages"]] for p, d in
              zip(found.logprobs or (), terms.alive, strict=True)]  # fmt: skip
-    scored = np.concatenate([datum.weights != 0 for datum in terms.alive])
+    scored = np.concatenate([datum.counted for datum in terms.alive])
     p, old, advantages = (torch.from_numpy(np.concatenate(each)[scored]).double() for each in zip(*parts, strict=True))
     count = sum(datum.num_loss_tokens for datum in dump.data) + dump.tokens_elsewhere
     value = float(dump.their_loss(p, torch.where(old.isnan(), p, old), advantages, count))
@@ -303,7 +303,7 @@ def _why_other_tokens(bench: Bench, a: RunSide, b: RunSide, step: int) -> list[s
     """Whether A's policy gives B's tokens the log-probs that B recorded; else, which change of it does."""
     theirs = terms_of(b.steps[step], a.config)
     terms = replace(a.at(step).terms, data=theirs.data, dead=theirs.dead)
-    known = Results(logprobs=tuple(np.where(d.weights != 0, d.loss_inputs["logprobs"], np.nan) for d in terms.alive))
+    known = Results(logprobs=tuple(np.where(d.counted, d.loss_inputs["logprobs"], np.nan) for d in terms.alive))
     limit = 10 * ROUNDING[a.config.trainer.compute_dtype]
     differs = apart(bench.computed(terms), known)["log-probs"]
     if differs <= limit:

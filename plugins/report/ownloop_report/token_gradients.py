@@ -48,7 +48,7 @@ def _derivatives(loss: Loss, batch: Sequence[Datum], logprobs: Sequence[Floats])
     """[T] of each datum: the derivative of the loss by the log-prob, 0 where nothing is scored."""
     import torch
 
-    scored = [datum.weights != 0 for datum in batch]
+    scored = [datum.scored for datum in batch]
     columns = {name: [datum.loss_inputs[name] for datum in batch] for name in batch[0].loss_inputs}
     columns["weights"] = [datum.weights for datum in batch]
 

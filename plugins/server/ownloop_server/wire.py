@@ -24,7 +24,7 @@ from rl.images import images_of, join_tokens
 from rl.losses import Loss, get_loss
 from rl.losses.shared import SharedOptions
 from rl.sampling import KeptSets
-from rl.types import REPORTED_WEIGHT, Datum
+from rl.types import Datum
 
 SERVED_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 """Tinker's losses that have a published formula. `forward_backward_custom` is made of them by the client."""
@@ -200,7 +200,7 @@ def _read_datum(
     weights = inputs.setdefault("weights", np.ones(targets.shape, np.float32))
     # Our losses skip tokens of weight 0 and report no log-prob for them; Tinker reports all.
     only_reported = (weights == 0) | _without_effect(loss, inputs)
-    inputs["weights"] = np.where(only_reported, REPORTED_WEIGHT, weights).astype(np.float32)
+    inputs |= {"weights": np.where(only_reported, np.float32(0), weights), "reported_mask": only_reported}
     temperature = _read_temperature(field, inputs.pop("temperature", None))
     if targets.ndim == 1:
         return [Datum(tokens=tokens, loss_inputs=inputs, temperature=temperature, images=images, kept=kept)], 0

@@ -69,7 +69,7 @@ class ToyTrainer:
         value.backward()
         return ForwardBackwardOutput(
             logprobs=tuple(
-                np.where(d.weights == 0, 0, p.detach().float().numpy())  # as `ForwardBackwardOutput` says
+                np.where(d.scored, p.detach().float().numpy(), 0)  # as `ForwardBackwardOutput` says
                 for d, p in zip(batch, logprobs.split(lengths), strict=True)
             ),
             entropy=None,
@@ -79,7 +79,7 @@ class ToyTrainer:
     async def forward(self, batch: Sequence[Datum], *, entropy: bool = False) -> ForwardBackwardOutput:
         await self.host.work(self, "forward")
         validate_batch(batch, vocab_size=VOCAB, max_seq_len=CONTEXT)
-        logprobs = tuple(np.where(d.weights == 0, 0, self._logprobs(d).detach().float().numpy()) for d in batch)
+        logprobs = tuple(np.where(d.scored, self._logprobs(d).detach().float().numpy(), 0) for d in batch)
         return ForwardBackwardOutput(logprobs=logprobs, entropy=None, metrics={})
 
     async def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:

@@ -15,7 +15,7 @@ from rl.lora import LivePolicy, Policy
 from rl.rollouts.episodes import with_inputs
 from rl.rollouts.rendering import Renderer
 from rl.tiny_models import VOCAB_SIZE, tiny_llama
-from rl.types import REPORTED_WEIGHT, AdamParams, Completion, Datum, Group, PullMode, Rollout, SamplingParams, Turn
+from rl.types import AdamParams, Completion, Datum, Group, PullMode, Rollout, SamplingParams, Turn
 from tests.trainer.engine_trainer import EngineTrainer
 from trainer.engines.contract.reference import ReferencePolicy
 
@@ -282,9 +282,9 @@ def test_a_reported_position_changes_no_advantage() -> None:
     rng = np.random.default_rng(0)
     scores, logprobs = (-rng.exponential(size=8).astype(np.float32) for _ in range(2))
     found: list[list[float]] = []
-    for unscored in (0.0, REPORTED_WEIGHT):
-        weights = np.array([unscored] * 5 + [1.0] * 3, dtype=np.float32)
-        inputs = {"target_tokens": np.arange(8), "weights": weights, "logprobs": logprobs}
+    weights = np.array([0.0] * 5 + [1.0] * 3, dtype=np.float32)
+    for mask in (weights > 1, weights == 0):
+        inputs = {"target_tokens": np.arange(8), "weights": weights, "reported_mask": mask, "logprobs": logprobs}
         (datum,) = reverse_kl_advantages([Datum(tokens=np.arange(8), loss_inputs=inputs)], [scores], discount=0.5)
         found.append(datum.loss_inputs["advantages"].tolist())
     assert found[0] == found[1]

@@ -14,7 +14,7 @@ from controller.commands.recipes import find_recipe, load_recipe
 from controller.runs import GroupLoopConfig
 from ownloop_shelf.published_losses import LOSSES
 from rl.losses import LossInputs, get_loss
-from rl.types import REPORTED_WEIGHT, Datum
+from rl.types import Datum
 from tests.controller.handles.test_trainer_handle import assert_invalid_batches_are_refused
 from tests.rl.losses.cases import Array, one_datum, random_case, slopes
 
@@ -242,7 +242,7 @@ def test_no_difference_of_log_probs_makes_a_nan(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_position_that_is_only_reported_changes_nothing(name: str) -> None:
     p, inputs = _case(1)
-    inputs.arrays["weights"][::3] = REPORTED_WEIGHT
+    inputs.arrays["weights"][::3] = 0
     kept = np.setdiff1d(np.arange(len(p)), np.arange(0, len(p), 3))
     arrays = {key: array[kept] for key, array in inputs.arrays.items()}
     fewer = replace(inputs, arrays=arrays, datum_index=inputs.datum_index[kept])

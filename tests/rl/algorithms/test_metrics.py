@@ -14,7 +14,7 @@ from rl.algorithms.metrics import (
 )
 from rl.algorithms.preferences import weight_pairs
 from rl.rollouts.episodes import rollout_to_datum
-from rl.types import REPORTED_WEIGHT, Datum, ForwardBackwardOutput, Group
+from rl.types import Datum, ForwardBackwardOutput, Group
 from tests.rl.fakes import completion, single_turn
 
 
@@ -38,9 +38,9 @@ def test_a_reported_position_changes_no_metric_and_no_advantage() -> None:
     found: list[object] = []
     scores = [-rng.exponential(size=8).astype(np.float32) for _ in range(2)]
     logprobs = [-rng.exponential(size=8).astype(np.float32) for _ in range(2)]
-    for unscored in (0.0, REPORTED_WEIGHT):
-        weights = np.array([unscored] * 5 + [1.0] * 3, dtype=np.float32)
-        data = {"target_tokens": np.arange(8), "weights": weights}
+    weights = np.array([0.0] * 5 + [1.0] * 3, dtype=np.float32)
+    for mask in (weights > 1, weights == 0):
+        data = {"target_tokens": np.arange(8), "weights": weights, "reported_mask": mask}
         batch = [Datum(tokens=np.arange(8), loss_inputs={**data, "logprobs": q}) for q in logprobs]
         output = ForwardBackwardOutput(logprobs=tuple(scores), entropy=None, metrics={})
         ready, metrics = ppo_advantages(batch, [1.0, 0.0], scores, scores, PPOParams())

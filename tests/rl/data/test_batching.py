@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -170,8 +171,11 @@ def test_routes_that_no_layer_can_take_are_named(experts: tuple[int, int, int] |
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", ">f4", "int8", "uint64", "bool"])
-def test_numbers_may_have_any_dtype(dtype: str) -> None:
+def test_numbers_may_have_any_dtype_but_a_mask_is_bool(dtype: str) -> None:
     validate_batch([_with("advantages", np.ones(3, dtype))], vocab_size=50, max_seq_len=32)
+    expected = nullcontext() if dtype == "bool" else pytest.raises(ValueError, match=r"'reported_mask'\] has dtype")
+    with expected:
+        validate_batch([_with("reported_mask", np.ones(3, dtype))], vocab_size=50, max_seq_len=32)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from rl.data.packing import Document, group_by_prefix, pack_row, pad_row
 from rl.sampling import KeptSets
-from rl.types import REPORTED_WEIGHT, Datum
+from rl.types import Datum
 from tests.rl.data.row_definition import attended
 
 SIZES = st.lists(
@@ -107,7 +107,7 @@ def test_reported_positions_are_shared_and_come_back(
 
 def _reported(datum: Datum, other_target: bool) -> Datum:
     """The datum with log-probs of the prompt wanted; `other_target` changes the first target."""
-    inputs = {**datum.loss_inputs, "weights": np.where(datum.weights == 0, REPORTED_WEIGHT, datum.weights)}
+    inputs = {**datum.loss_inputs, "reported_mask": ~datum.counted}
     if other_target:
         inputs["target_tokens"] = np.concatenate([[7], datum.loss_inputs["target_tokens"][1:]])
     return Datum(tokens=datum.tokens, loss_inputs=inputs)

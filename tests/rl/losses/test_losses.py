@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.losses import LOSSES, LossInputs, get_loss, option_defaults
-from rl.types import REPORTED_WEIGHT
 from tests.rl.losses.cases import Array, one_datum, random_case, slopes
 
 
@@ -365,7 +364,7 @@ def test_a_position_that_is_only_reported_changes_nothing(name: str, config: dic
     without = {key: array[kept] for key, array in inputs.arrays.items()}
     fewer = LossInputs(arrays=without, datum_index=inputs.datum_index[kept], num_datums=3)
     arrays = {key: array.clone() for key, array in inputs.arrays.items()}
-    for key, absurd in {"weights": REPORTED_WEIGHT, "logprobs": 0.0, "advantages": 9.0, "returns": 99.0}.items():
+    for key, absurd in {"weights": 0.0, "logprobs": 0.0, "advantages": 9.0, "returns": 99.0}.items():
         arrays[key][reported] = absurd
     p[reported] = -700
     logprobs, entropy = torch.tensor(p, requires_grad=True), torch.linspace(0, 1, len(p), dtype=torch.float64)
@@ -380,7 +379,7 @@ def test_a_position_that_is_only_reported_changes_nothing(name: str, config: dic
 
 @pytest.mark.stranger("B2")
 def test_gspo_takes_no_mean_over_reported_positions() -> None:
-    weights, q = [REPORTED_WEIGHT] * 6 + [1.0] * 4, [0.0] * 6 + [-1.1] * 4
+    weights, q = [0.0] * 6 + [1.0] * 4, [0.0] * 6 + [-1.1] * 4
     arrays = {"weights": weights, "logprobs": q, "advantages": [1.0] * 10}
     tensors = {name: torch.tensor(values) for name, values in arrays.items()}
     inputs = LossInputs(arrays=tensors, datum_index=torch.zeros(10, dtype=torch.long), num_datums=1)

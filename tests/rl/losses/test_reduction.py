@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from rl.losses import constant_length, sequence_mean, token_mean
-from rl.types import REPORTED_WEIGHT, Datum
+from rl.types import Datum
 
 
 def _datum(*weights: float) -> Datum:
@@ -30,18 +30,6 @@ def test_sequence_mean_weights_every_completion_equally() -> None:
     assert [datum.num_loss_tokens for datum in batch] == [4, 1, 0]
     assert all(datum.weights.dtype == np.float32 for datum in batch)
     assert BATCH[0].weights.tolist() == [0, 1, 1, 1, 1]
-
-
-@pytest.mark.stranger("B2")
-def test_positions_that_are_only_reported_are_not_counted() -> None:
-    reported = _datum(*[REPORTED_WEIGHT] * 6, *[1.0] * 4)
-    assert token_mean([reported]) == 0.25
-    ((divided,), scale) = sequence_mean([reported])
-    assert scale == 1
-    np.testing.assert_array_equal(divided.weights, np.array([*[REPORTED_WEIGHT] * 6, *[0.25] * 4], dtype=np.float32))
-    assert divided.num_loss_tokens == 4
-    with pytest.raises(ValueError, match="without a scored token"):
-        token_mean([_datum(REPORTED_WEIGHT)])
 
 
 def test_nothing_to_average_over_is_refused() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rl.data.packing import pack_row, shareable_prefix
 from rl.losses import LOSSES, Loss, get_loss
 from rl.losses.shared import KLEstimator, kl_terms
-from rl.types import REPORTED_WEIGHT, Datum
+from rl.types import Datum
 from tests.rl.losses.cases import Array, one_datum, random_case, slopes, without
 from trainer.engines.pytorch.row_runner import loss_inputs
 
@@ -86,7 +86,7 @@ def test_importance_correction_splits_the_ratio_in_two(name: str, mode: str) -> 
     q, o = inputs["logprobs"].numpy(), inputs["old_logprobs"].numpy()
     multiplier = np.exp(o - q)
     capped = multiplier > 1.3
-    multiplier[capped] = 1.3 if mode == "truncate" else 0.0
+    multiplier[capped] = 1.3 if mode == "truncate" else 1e-30  # it counts in the mean of a sequence's ratio
     # The same loss without the option: old log-probs as those of the generator, and the multiplier as weight.
     arrays = dict(inputs.arrays, logprobs=torch.tensor(o), weights=inputs.weights * torch.tensor(multiplier))
     by_hand = type(inputs)(arrays=arrays, datum_index=inputs.datum_index, num_datums=1)
@@ -241,7 +241,7 @@ def test_metrics_tell_how_far_the_policy_moved() -> None:
     assert at_home["kl_generator"] == 0
     assert "kl_reference" not in at_home
     weights = inputs.weights.clone()
-    weights[::2] = REPORTED_WEIGHT  # as a prompt's, whose generator's log-probs are 0
+    weights[::2] = 0  # as a prompt's, whose generator's log-probs are 0
     reported = replace(inputs, arrays={**inputs.arrays, "weights": weights})
     apart = get_loss("ppo")(torch.tensor(p), None, reported)[1]
     p, q = p[1::2], q[1::2]

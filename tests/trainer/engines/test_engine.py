@@ -11,7 +11,7 @@ import torch
 from rl.data.batching import plan_batch
 from rl.losses import LossInputs, get_loss
 from rl.tiny_models import VOCAB_SIZE, random_batch, tiny_dense, tiny_llama, tiny_qwen3
-from rl.types import REPORTED_WEIGHT, AdamParams, Datum
+from rl.types import AdamParams, Datum
 from trainer.config import TrainerConfig
 from trainer.engines import load_engine
 from trainer.engines.base import Engine
@@ -70,7 +70,7 @@ def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 def assert_logprobs(batch: Sequence[Datum], logprobs: Sequence[np.ndarray], reference: ReferencePolicy) -> None:
     for datum, found in zip(batch, logprobs, strict=True):
-        expected = np.where(datum.weights != 0, reference.logprobs(datum).detach().numpy(), 0)
+        expected = np.where(datum.scored, reference.logprobs(datum).detach().numpy(), 0)
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -81,7 +81,7 @@ def test_logprobs_and_entropy_equal_transformers(model: Path) -> None:
     assert output.entropy is not None
     assert_logprobs(batch, output.logprobs, reference)
     for datum, entropy in zip(batch, output.entropy, strict=True):
-        expected = np.where(datum.weights != 0, reference.entropy(datum).detach().numpy(), 0)
+        expected = np.where(datum.scored, reference.entropy(datum).detach().numpy(), 0)
         np.testing.assert_allclose(entropy, expected, atol=1e-5)
 
 
@@ -100,13 +100,13 @@ GROUPS = [(7, (1, 4, 9, 4)), (20, (3, 3)), (5, (6,)), (60, (60,) * 10)]
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    ("groups", "opening", "unscored", "num_words"),
-    [(GROUPS[:3], 0, 0, VOCAB_SIZE), (GROUPS, 0, 0, 2), (GROUPS, 8, 0, 2), (GROUPS, 8, REPORTED_WEIGHT, 2)],
+    ("groups", "opening", "reported", "num_words"),
+    [(GROUPS[:3], 0, False, VOCAB_SIZE), (GROUPS, 0, False, 2), (GROUPS, 8, False, 2), (GROUPS, 8, True, 2)],
 )
 def test_what_datums_share_changes_no_gradient(
-    model: Path, groups: list[tuple[int, tuple[int, ...]]], opening: int, unscored: float, num_words: int
+    model: Path, groups: list[tuple[int, tuple[int, ...]]], opening: int, reported: bool, num_words: int
 ) -> None:
-    batch = random_groups(groups, opening=opening, unscored=unscored, vocab_size=num_words)
+    batch = random_groups(groups, opening=opening, reported=reported, vocab_size=num_words)
     engine, reference = build(model), ReferencePolicy(model)
     assert engine.shares_prefixes
     output = engine.forward_backward([batch], get_loss("importance_sampling"))

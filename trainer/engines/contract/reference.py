@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -35,14 +34,14 @@ def random_groups(
     seed: int = 0,
     opening: int = 0,
     *,
-    unscored: float = 0,
+    reported: bool = False,
     vocab_size: int = VOCAB_SIZE,
 ) -> list[Datum]:
     """Datums that begin alike, shuffled: for each group the length of its prompt and of each of its completions.
 
     All prompts have `opening` more tokens before them, the same ones. As in a rollout, the last token of the prompt is
-    the first position that is scored; those before it have the weight `unscored`. Completions are of `vocab_size`
-    different tokens: of few, some begin alike.
+    the first position that counts; those before it may be reported. Completions are of `vocab_size` different tokens:
+    of few, some begin alike.
     """
     rng = np.random.default_rng(seed)
     batch: list[Datum] = []
@@ -52,9 +51,11 @@ def random_groups(
         prompt_length = len(prompt)
         for length in completion_lengths:
             tokens = np.concatenate([prompt, rng.integers(0, vocab_size, length)])
-            inputs: dict[str, NDArray[np.int64] | NDArray[np.float32]] = {
+            sampled = np.arange(len(tokens) - 1) >= prompt_length - 1
+            inputs: dict[str, np.ndarray] = {
                 "target_tokens": tokens[1:],
-                "weights": np.where(np.arange(len(tokens) - 1) >= prompt_length - 1, 1, unscored).astype(np.float32),
+                "weights": sampled.astype(np.float32),
+                "reported_mask": ~sampled & reported,
                 "logprobs": rng.normal(-4.0, 0.5, len(tokens) - 1).astype(np.float32),
                 "advantages": rng.normal(size=len(tokens) - 1).astype(np.float32),
             }
