@@ -23,7 +23,7 @@ def _in_one(self: SamplingMaskLists) -> list[Any]:
     return [self]
 
 
-def patch_prompt_logprobs(runner: Any) -> None:
+def patch_prompt_logprobs(runner: object) -> None:
     """Has a model runner score every prompt with the adapter of its own request.
 
     vLLM computes the logits of prompts while its kernels still have the adapters of the step's samples, row by row. An

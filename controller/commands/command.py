@@ -131,13 +131,13 @@ def _name(word: str) -> str:
 
 
 def from_words(
-    kind: type[Any],
+    kind: type[object],
     words: Sequence[str],
     program: str,
     *,
     options: Sequence[str],
-    markers: Sequence[Any] = (),
-    default: Any = tyro.MISSING_NONPROP,
+    markers: Sequence[object] = (),
+    default: object = tyro.MISSING_NONPROP,
     description: str | None = None,
     registry: "ConstructorRegistry | None" = None,
 ) -> Any:

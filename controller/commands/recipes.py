@@ -249,7 +249,7 @@ def _with_optional_parts(config: Any, options: Sequence[str], prefix: str = "--"
 
     With `--help`, every field of `config` itself has a default.
     """
-    hints, parts = get_type_hints(type(config)), dict[str, Any]()
+    hints, parts = get_type_hints(type(config)), dict[str, object]()
     for field in dataclasses.fields(config):
         name, value = f"{prefix}{field.name.replace('_', '-')}.", getattr(config, field.name)
         named = any(option.replace("_", "-").startswith(name) for option in options)

@@ -25,7 +25,7 @@ class BoundGenerator:
         self.unbound = unbound
         self.name = name
 
-    async def generate(self, *args: Any, policy: Policy = None, **options: Any) -> list[Completion]:
+    async def generate(self, *args: Any, policy: Policy = None, **options: object) -> list[Completion]:
         """Samples from the adapter; see `rl.protocols.Generator`."""
         return await self.unbound.generate(*args, policy=policy or self.name, **options)
 

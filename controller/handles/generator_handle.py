@@ -204,7 +204,7 @@ class GeneratorHandle:
         await self.mesh.stop()
 
     async def _watched(
-        self, verb: str, *args: Any, needs_memory: bool = True, needs: Callable[[], Sequence[Mesh]] = tuple
+        self, verb: str, *args: object, needs_memory: bool = True, needs: Callable[[], Sequence[Mesh]] = tuple
     ) -> Any:
         """The answer of rank 0, which may take any time. Looks at the engines as long as there is such a call."""
         self._num_watched += 1

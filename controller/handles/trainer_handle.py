@@ -142,7 +142,7 @@ class TrainerHandle:
         return (await self._call("policy_version", needs_memory=False))[0]
 
     async def forward_backward(
-        self, batch: Sequence[Datum], loss: str | Callable[..., Any], loss_config: Mapping[str, object] | None = None
+        self, batch: Sequence[Datum], loss: str | Callable[..., object], loss_config: Mapping[str, object] | None = None
     ) -> ForwardBackwardOutput:
         """Adds the gradient of the loss, summed over all tokens of the batch, to the accumulated gradient.
 
@@ -329,7 +329,7 @@ class TrainerHandle:
         self._check_not_dropped()
         batch, plans = checked_data(batch), list[BatchPlan]()
 
-        def arguments() -> list[tuple[Any, ...]]:
+        def arguments() -> list[tuple[object, ...]]:
             ready = self._ready(batch, loss)
             plans.append(
                 plan_batch(
@@ -385,7 +385,7 @@ class TrainerHandle:
             metrics=metrics,
         )
 
-    async def _call(self, verb: str, *args: Any, **options: Any) -> list[Any]:
+    async def _call(self, verb: str, *args: object, **options: Any) -> list[Any]:
         """The answers of all ranks to a call about this policy, with the same arguments. See `Mesh.call`.
 
         Raises ValueError if the policy was dropped.

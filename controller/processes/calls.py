@@ -27,7 +27,7 @@ from rl.deadlines import Deadlines
 from rl.system.timeline import span
 
 T = TypeVar("T")
-Arguments = Sequence[tuple[Any, ...] | None]
+Arguments = Sequence[tuple[object, ...] | None]
 """Of one call, for each rank. A rank with None, and one beyond the end, is not called."""
 Wait = Literal["queued", "at once", "watched"]
 """When a call's clock runs. Actors execute "queued" calls in order, and the clock of each starts with the answer of the
@@ -77,7 +77,7 @@ class _Call:
 class CalledRank(Protocol):
     """One rank of a mesh, to which calls are sent; `controller.processes.rank.Rank` is it."""
 
-    def packed(self, verb: str, args: tuple[Any, ...]) -> Any:
+    def packed(self, verb: str, args: tuple[object, ...]) -> object:
         """The arguments of a call as they are sent. Called in any thread. Raises `ArgumentsError`."""
         ...
 
@@ -147,11 +147,11 @@ class Calls:
                 answers = {rank: self.rank(rank).send(verb, each) for rank, each in packed.items()}
             return await self.wait(verb, answers, size=size(), varies=varies, wait=wait, needs=needs)
 
-    def tell(self, verb: str, *args: Any) -> None:
+    def tell(self, verb: str, *args: object) -> None:
         """Calls an endpoint of rank 0. Its result or exception is dropped."""
         self.rank(0).send(verb, self.rank(0).packed(verb, args)).cancel()
 
-    def _packed(self, verb: str, arguments: Arguments | Callable[[], Arguments]) -> dict[int, Any]:
+    def _packed(self, verb: str, arguments: Arguments | Callable[[], Arguments]) -> dict[int, object]:
         of_ranks = arguments() if callable(arguments) else arguments
         return {rank: self.rank(rank).packed(verb, args) for rank, args in enumerate(of_ranks) if args is not None}
 

@@ -135,7 +135,7 @@ class Mesh(Calls):
         cls,
         name: str,
         actor: type[Actor] | str,
-        *args: Any,
+        *args: object,
         num_ranks: int,
         env: Mapping[str, str],
         log_dir: Path,

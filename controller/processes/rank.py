@@ -72,7 +72,7 @@ def answering(actor: type[Actor]) -> type[Actor]:
     return type(actor.__name__, (Answering, actor), {"__doc__": actor.__doc__, "__module__": __name__})
 
 
-async def _call(actor: Actor, verb: str, arguments: bytes) -> Any:
+async def _call(actor: Actor, verb: str, arguments: bytes) -> object:
     declared: Any = getattr(type(actor), verb)
     # Monarch wraps a concurrent endpoint in a function that takes its response port.
     method = declared._method.__wrapped__ if declared._explicit_response_port else declared._method
@@ -135,7 +135,7 @@ class Rank:
         self._mesh = mesh
         self._actor = actor
         self._tasks: list[asyncio.Task[None]] = []
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, asyncio.Future[object]] = {}
         self._call_ids = itertools.count()
         self._end: BaseException | None = None
 

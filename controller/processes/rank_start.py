@@ -65,7 +65,7 @@ def hold_port() -> int:
 
 def command_of_rank(
     place: Place, log_files: tuple[Path, ...], env: Mapping[str, str]
-) -> Callable[[Any], BootstrapCommand]:
+) -> Callable[[object], BootstrapCommand]:
     """For Monarch: rank -> the command that starts its process, whose environment has `env` in it."""
 
     def command(point: Any) -> BootstrapCommand:

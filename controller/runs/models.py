@@ -307,12 +307,12 @@ def _progress(model: HubName, tell: Callable[[str], None]) -> Any:
     class Progress(tqdm):  # pyright: ignore[reportMissingTypeArgument]
         """The bar that `snapshot_download` updates; only the one that counts bytes on disk speaks."""
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: Any, **kwargs: object) -> None:
             self._speaks = str(kwargs.get("desc", "")).startswith("Reconstructing")
             self._told = -1.0
             super().__init__(*args, **{**kwargs, "file": io.StringIO()})
 
-        def display(self, *args: Any, **kwargs: Any) -> Any:
+        def display(self, *args: object, **kwargs: object) -> Any:
             """In place of drawing."""
             del args, kwargs
             total = self.total or 0

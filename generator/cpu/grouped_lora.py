@@ -23,7 +23,7 @@ class GroupedLoRA(PunicaWrapperCPU):
     Remove when `tests/generator/cpu/test_grouped_lora.py` says that vLLM's own kernels are right, if they are fast too.
     """
 
-    def update_metadata(self, *args: Any, **kwargs: Any) -> None:
+    def update_metadata(self, *args: Any, **kwargs: object) -> None:
         """Called by vLLM before a step, with the adapter of every token and of every sample."""
         super().update_metadata(*args, **kwargs)
         self._tokens = _Rows(self.token_lora_indices)

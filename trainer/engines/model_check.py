@@ -42,7 +42,7 @@ class ModelLimits:
 class LayoutCheck(Protocol):
     """What each engine brings to be checked with."""
 
-    def __call__(self, config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
+    def __call__(self, config: TrainerConfig, hf_config: Mapping[str, object]) -> ModelLimits:
         """Raises ValueError if the engine cannot train the model, or cannot train it in this layout or on this host.
 
         `hf_config` holds the contents of the model's `config.json`.
@@ -56,7 +56,7 @@ def check_model(config: TrainerConfig) -> ModelLimits:
         return _checked(config, read_config(config.model))
 
 
-def _checked(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
+def _checked(config: TrainerConfig, hf_config: Mapping[str, object]) -> ModelLimits:
     _check_head(hf_config, config.head)
     if config.lora is not None:
         _check_lora(config)
@@ -83,7 +83,7 @@ def _checked(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits
     return replace(limits, experts=experts_of(hf_config))
 
 
-def describe_model(path: Path, head: Head) -> Mapping[str, Any]:
+def describe_model(path: Path, head: Head) -> Mapping[str, object]:
     """Returns what a checkpoint records about its model. It is the same for every engine.
 
     Weights of one model fit another if the descriptions are equal.

@@ -29,7 +29,7 @@ _ANSWERS = ("", " \n", "42", "☃ \x00 ~{[<&%$", "no " * 2000)
 _MAX_TURNS = 100
 _NUM_LIMITS = 6  # the whole check may take this many times the limit of one call
 _STALL_S = 0.2  # a coroutine that blocks the event loop for longer is counted
-_Transcript = list[tuple[Any, ...]]
+_Transcript = list[tuple[object, ...]]
 
 
 class Findings:
@@ -75,7 +75,7 @@ def check_env(env: Env, *, time_limit_s: float | None = None) -> list[str]:
     return findings.sentences
 
 
-def _call(findings: Findings, name: str, method: Callable[[], Sequence[Any]]) -> Sequence[Any] | None:
+def _call(findings: Findings, name: str, method: Callable[[], Sequence[object]]) -> Sequence[object] | None:
     """The problems that a method of the environment returns; None if it raises."""
     start, computed = time.perf_counter(), time.thread_time()
     try:
@@ -91,7 +91,7 @@ def _call(findings: Findings, name: str, method: Callable[[], Sequence[Any]]) ->
     return problems
 
 
-def _check_streams(findings: Findings, env: Env, train: Sequence[Any], evals: Sequence[Any]) -> None:
+def _check_streams(findings: Findings, env: Env, train: Sequence[object], evals: Sequence[object]) -> None:
     """Checks the numbers of problems, repeatability, and that no problem is in both splits."""
     for name, problems, count in (("train", train, _NUM_TRAIN), ("eval", evals, _NUM_EVAL)):
         if len(problems) != count:
@@ -118,7 +118,7 @@ def _check_streams(findings: Findings, env: Env, train: Sequence[Any], evals: Se
             findings.add(f"training and held-out problems share the {what} {min(shared)[:200]!r}")
 
 
-def _keys(problems: Sequence[Any]) -> list[tuple[str, str]]:
+def _keys(problems: Sequence[object]) -> list[tuple[str, str]]:
     """(id, prompt) of each problem as text. Missing attributes are reported later, by `_check_problems`."""
     return [(str(getattr(p, "id", None)), str(getattr(p, "prompt", None))) for p in problems]
 
@@ -152,7 +152,7 @@ def message_fault(prompt: Any) -> str:
     return f"has a message of role {unknown[0]!r}; roles are {', '.join(ROLES)}" if unknown else ""
 
 
-async def check_episodes(findings: Findings, problems: Sequence[Any], time_limit_s: float, best: float) -> None:
+async def check_episodes(findings: Findings, problems: Sequence[object], time_limit_s: float, best: float) -> None:
     """Plays episodes of these problems and adds what went wrong. `time_limit_s` is the limit of one call.
 
     `best` is the environment's best reward.
@@ -200,7 +200,7 @@ async def check_episodes(findings: Findings, problems: Sequence[Any], time_limit
     rewards.check_constant()
 
 
-def _known_answers(problem: Any) -> list[str]:
+def _known_answers(problem: object) -> list[str]:
     """A right answer and a wrong one, as far as the problem has such texts."""
     known = (given(ProblemOptions, problem).answer, *tuple(given(ProblemOptions, problem).wrong_answers)[:1])
     return [answer for answer in known if isinstance(answer, str) and answer]
@@ -213,7 +213,7 @@ class _Rewards:
         self._findings, self._best = findings, best
         self._seen, self._knows_answers = set[float](), False
 
-    def add(self, where: str, problem: Any, answer: str, last: tuple[Any, ...]) -> None:
+    def add(self, where: str, problem: object, answer: str, last: tuple[Any, ...]) -> None:
         """Adds a finding for a reward above the best, or one that a right or wrong answer should not have."""
         if last[0] != "done":
             return
@@ -282,7 +282,7 @@ class _Player:
         self.given_up = True
         return transcripts
 
-    async def _turn(self, where: str, problem: Any, episode: Any, answer: str) -> tuple[Any, ...]:
+    async def _turn(self, where: str, problem: Any, episode: Any, answer: str) -> tuple[object, ...]:
         """Plays a turn. Returns the reply as a tuple that can be compared. Raises `EnvironmentFailedError`."""
         start = time.perf_counter()
         ticker = _Ticker()

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from tyro.conf import Positional, arg
 
@@ -155,7 +155,7 @@ def configurations_of(runs: Sequence[Path]) -> list[Configuration]:
     run. Raises ValueError for a run without an evaluation, and for two runs of one configuration with the same seed:
     they say no more than one.
     """
-    configs: list[Mapping[str, Any]] = []
+    configs: list[Mapping[str, object]] = []
     members: list[list[FinalReward]] = []
     for run in runs:
         config = _config(run)
@@ -180,11 +180,11 @@ def are_repeats(one: Path, other: Path) -> bool:
     return same_configuration(ours, theirs) and ours.get("seed") == theirs.get("seed")
 
 
-def _config(run: Path) -> Mapping[str, Any]:
+def _config(run: Path) -> Mapping[str, object]:
     return read_json(run / CONFIG_FILE)
 
 
-def _names(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+def _names(configs: Sequence[Mapping[str, object]]) -> list[str]:
     """The values that each configuration has of the fields in which they differ; none for a single configuration."""
     found = [named_differences(configs[0], config) for config in configs[1:]]
     fields = {field: pair[0] for differing in found for field, pair in differing.items()}

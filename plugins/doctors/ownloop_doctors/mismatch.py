@@ -35,7 +35,7 @@ from trainer.engine_table import find_engine
 
 Logprobs: TypeAlias = NDArray[np.float64]
 Tokens: TypeAlias = Sequence[int]
-_Widening: TypeAlias = tuple[str, dict[str, Any], dict[str, Any]]
+_Widening: TypeAlias = tuple[str, dict[str, object], dict[str, object]]
 """What is widened, as options of the trainer and of the generator."""
 
 _NUM_PROMPTS = 8

@@ -121,7 +121,7 @@ def _of_language(stored: Stored) -> Weights:
 
 
 def _write_model(
-    option: str, source: Path, target: Path, config: dict[str, Any], weights: Weights, file_bytes: int
+    option: str, source: Path, target: Path, config: dict[str, object], weights: Weights, file_bytes: int
 ) -> None:
     """Writes a model with these settings and weights, and all other files of `source`, to the new folder `target`."""
     from safetensors import SafetensorError

@@ -38,7 +38,7 @@ def read_columns(file: Path, columns: Mapping[str, str], needed: Sequence[str]) 
 
 def _row(text: str, where: str, columns: Mapping[str, str], needed: Sequence[str]) -> dict[str, Any]:
     try:
-        row: Any = json.loads(text)
+        row: object = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):
@@ -52,7 +52,7 @@ def _row(text: str, where: str, columns: Mapping[str, str], needed: Sequence[str
 
 
 def problems_of_rows(
-    rows: Sequence[Mapping[str, Any]], function: Callable[..., Any], said: Sequence[str] = ("completion",)
+    rows: Sequence[Mapping[str, Any]], function: Callable[..., object], said: Sequence[str] = ("completion",)
 ) -> list[JsonlProblem]:
     """A problem for each row. `function` is called with the answer as `said`, and with the columns of its parameters.
 
@@ -66,7 +66,7 @@ def problems_of_rows(
             raise ValueError(f"the reward has a parameter {each.name!r}, which not every row has; see --columns")
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
 
-    def score(prompt: Any, completion: str, **row: Any) -> Any:
+    def score(prompt: object, completion: str, **row: object) -> Any:
         given = {"prompt": prompt, **row, **dict.fromkeys(said, completion)}
         return function(**{name: value for name, value in given.items() if takes_all or name in names})
 

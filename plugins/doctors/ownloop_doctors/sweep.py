@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Union, get_args, get_origin, get_type_hints
 
 from tyro.conf import Positional, arg
 
@@ -106,7 +106,7 @@ def combinations_of(
     return found
 
 
-def takes_several_words(config: Any, option: str) -> bool:
+def takes_several_words(config: object, option: str) -> bool:
     """Whether a configuration's field, or that of a dataclass, takes several words: a mapping or a sequence."""
     *path, name = option.removeprefix("--").replace("-", "_").split(".")
     for each in path:
@@ -115,7 +115,7 @@ def takes_several_words(config: Any, option: str) -> bool:
     return name in hints and _is_collection(hints[name])
 
 
-def _is_collection(hint: Any) -> bool:
+def _is_collection(hint: object) -> bool:
     """Whether a type, or one in a union, is of a mapping or a sequence other than text. Hosts are a list of them."""
     kind = get_origin(hint) or hint
     several = isinstance(kind, type) and issubclass(kind, Mapping | Sequence | Set) and not issubclass(kind, str)

@@ -56,7 +56,7 @@ async def _cluster(hosts: Sequence[str]) -> "Cluster":
     return await Cluster.connect(WorkerHosts({"trainer": tuple(f"tcp://{host}:26600" for host in hosts)}))
 
 
-async def weights(names: Sequence[str], megabytes: float, rounds: int, logs: Path) -> dict[str, Any]:
+async def weights(names: Sequence[str], megabytes: float, rounds: int, logs: Path) -> dict[str, object]:
     """Pushes and pulls from the first host to the second, with its references, and to all of the others at once."""
     from controller.handles.store import WeightStore
     from ownloop_hosts.weights.receivers import GeneratorHost, WeightReceivers
@@ -86,7 +86,7 @@ async def weights(names: Sequence[str], megabytes: float, rounds: int, logs: Pat
 
 
 async def _spawn(
-    cluster: "Cluster", name: str, actor: Any, hosts: "Sequence[Host]", logs: Path, *arguments: Any
+    cluster: "Cluster", name: str, actor: Any, hosts: "Sequence[Host]", logs: Path, *arguments: object
 ) -> "Mesh":
     from controller.processes.mesh import Mesh
 
@@ -148,7 +148,7 @@ async def _update(
     return pushed - begin, pulled - pushed, float(sent)
 
 
-async def start(names: Sequence[str], logs: Path) -> dict[str, Any]:
+async def start(names: Sequence[str], logs: Path) -> dict[str, object]:
     """Seconds from the first connection to the first answers of a mesh with a rank on every host."""
     from benchmarks.idle_rank import IdleRank
 
@@ -165,12 +165,12 @@ async def start(names: Sequence[str], logs: Path) -> dict[str, Any]:
         await cluster.stop()
 
 
-async def step(counts: Sequence[int], logs: Path) -> dict[str, Any]:
+async def step(counts: Sequence[int], logs: Path) -> dict[str, object]:
     """Milliseconds of a call to every rank of a mesh on this host, by the number of ranks."""
     from benchmarks.idle_rank import IdleRank
     from controller.processes.mesh import Mesh
 
-    medians: dict[str, Any] = {}
+    medians: dict[str, object] = {}
     for count in counts:
         mesh = await Mesh.spawn(f"idle-{count}", IdleRank, num_ranks=count, env=ENV, log_dir=logs)
         try:

@@ -26,7 +26,7 @@ class OtherHost(Protocol):
         """The name that messages show."""
         ...
 
-    async def ask(self, question: Callable[..., Any], *args: Any) -> Any:
+    async def ask(self, question: Callable[..., object], *args: object) -> Any:
         """Calls a function there. Raises its exceptions, and `HostLostError`."""
         ...
 

@@ -20,7 +20,7 @@ from functools import partial
 from importlib.metadata import distributions, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 from monarch.actor import Actor, concurrent_endpoint, endpoint
@@ -124,7 +124,7 @@ class HostAgent(Actor):
         )
 
     @concurrent_endpoint
-    async def ask(self, question: Callable[..., T], *args: Any) -> T:
+    async def ask(self, question: Callable[..., T], *args: object) -> T:
         """The answer of a function to a question about this host. It raises what the function raises.
 
         Questions are answered one after another, in the order in which they came.

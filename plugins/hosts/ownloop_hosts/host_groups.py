@@ -250,7 +250,7 @@ def _with_options(of_kind: type[Any], name: str, words: Sequence[str]) -> Any:
     """`of_kind`, which users call `name`, with the fields and roles that the words set."""
     fields = {field.name: field for field in dataclasses.fields(of_kind) if field.name != "env"}
     counts_hosts = fields.pop("groups").type == Mapping[str, int]
-    groups: dict[str, Any] = {}
+    groups: dict[str, object] = {}
     options: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")

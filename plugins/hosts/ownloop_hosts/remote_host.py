@@ -102,7 +102,7 @@ class Host:
         """The name of the host, as the user wrote it."""
         return self.worker.host
 
-    async def ask(self, question: Callable[..., T], *args: Any, within_s: float = _CONNECT_S) -> T:
+    async def ask(self, question: Callable[..., T], *args: object, within_s: float = _CONNECT_S) -> T:
         """Calls a function of an importable module there. Raises its exceptions, and `HostLostError`."""
         return await self._answer(self.agent.ask.call_one(question, *args), within_s)
 

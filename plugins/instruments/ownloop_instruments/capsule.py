@@ -45,7 +45,7 @@ class Capsule:
 
     data: tuple[Datum, ...]
     loss: str
-    loss_config: Mapping[str, Any]
+    loss_config: Mapping[str, object]
     trainer: Mapping[str, Any]
     """The run's `TrainerConfig` in JSON types, without its model."""
     facts: Mapping[str, Any]
@@ -59,7 +59,7 @@ class Capsule:
     cut: Cut | None = None
     """What a replay from a layer on needs in place of the weights, which `weights` then does not name."""
 
-    def trainer_config(self, **changes: Any) -> TrainerConfig:
+    def trainer_config(self, **changes: object) -> TrainerConfig:
         """The configuration of a trainer that computes it."""
         adapter = self.trainer["lora"]
         lora = None if adapter is None else LoRAConfig(**adapter)
@@ -176,7 +176,7 @@ def trainer_json(config: TrainerConfig) -> dict[str, Any]:
 
 
 def replay(
-    capsule: Capsule, model: Path | None = None, checkpoint: Path | None = None, **changes: Any
+    capsule: Capsule, model: Path | None = None, checkpoint: Path | None = None, **changes: object
 ) -> tuple[Computation, list[str]]:
     """Computes a capsule in this process. Returns what came of it, and what differs here from where it was made.
 

@@ -9,7 +9,6 @@ import functools
 import hashlib
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -134,14 +133,14 @@ def observed(seen: dict[str, Summary]) -> Generator[None]:
     names: dict[int, str] = {}
     running = list[nn.Module]()
 
-    def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
         if not running:
             for name, part in module.named_modules():
                 names.setdefault(id(part), name or type(part).__name__)
         running.append(module)
         _note(seen, f"input of {names.get(id(module), type(module).__name__)}", inputs)
 
-    def after(module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> None:
+    def after(module: nn.Module, _inputs: tuple[object, ...], output: object) -> None:
         running.pop()
         _note(seen, f"output of {names.get(id(module), type(module).__name__)}", output)
 
@@ -153,7 +152,7 @@ def observed(seen: dict[str, Summary]) -> Generator[None]:
             handle.remove()
 
 
-def _note(seen: dict[str, Summary], name: str, values: Any) -> None:
+def _note(seen: dict[str, Summary], name: str, values: object) -> None:
     first = values[0] if isinstance(values, tuple) and values else values
     if isinstance(first, Tensor) and name not in seen:
         seen[name] = Summary.of(first)

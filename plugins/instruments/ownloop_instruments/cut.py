@@ -68,7 +68,7 @@ def cut_at(
 
     Raises ValueError for a layer that there is not, for adapters and mixtures, and if the log-probs are others.
     """
-    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    config: dict[str, object] = json.loads((model / "config.json").read_text())
     depth = int(read_config(model).get("num_hidden_layers", 0))
     if not 0 <= layer < depth or "num_hidden_layers" not in config:
         raise ValueError(f"--from-layer is {layer}; the model has layers 0 to {depth - 1}")

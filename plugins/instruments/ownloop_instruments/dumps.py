@@ -99,18 +99,18 @@ def _read_trl(file: Path) -> Dump:
 class _Inert:
     """Stands for an object of any class in a pickle: it keeps its state, and no code of the class runs."""
 
-    def __new__(cls, *_args: Any, **_named: Any) -> "_Inert":
+    def __new__(cls, *_args: object, **_named: object) -> "_Inert":
         """Takes the arguments of any class."""
         return object.__new__(cls)
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
 
 class _Unpickler(pickle.Unpickler):
     """Makes arrays of NumPy and plain values. Everything else is inert."""
 
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
+    def find_class(self, module_name: str, global_name: str, /) -> object:
         if (module_name, global_name) == ("torch", "Size"):
             return torch.Size
         is_array = global_name in ("_reconstruct", "ndarray", "dtype", "scalar", "_frombuffer")

@@ -91,7 +91,7 @@ def _of_the_data(terms: Terms) -> Iterator[Hypothesis]:
         yield Hypothesis(term="temperature", said="1 in place of the sampler's", terms=changed)
 
 
-def _with(datum: Datum, **inputs: Any) -> Datum:
+def _with(datum: Datum, **inputs: object) -> Datum:
     return replace(datum, loss_inputs={**datum.loss_inputs, **inputs})
 
 

@@ -181,7 +181,7 @@ def write_regraded(graded: Iterable[Graded], folder: Path) -> None:
 
 
 async def regrade_rows(
-    rows: Sequence[Mapping[str, Any]], problems: Sequence[JsonlProblem], time_limit_s: float
+    rows: Sequence[Mapping[str, object]], problems: Sequence[JsonlProblem], time_limit_s: float
 ) -> list[Graded]:
     """Rows as groups, with the rewards of their problems (`ownloop_doctors.rows`).
 

@@ -254,7 +254,7 @@ def _changes(a: RunSide, b: RunSide, step: int) -> Iterator[Hypothesis]:
             yield Hypothesis(term=path, said=f"{theirs!r} in place of {ours!r}", terms=a.at(step, config).terms)
 
 
-def _with_field(ours: Any, theirs: Any, path: Sequence[str]) -> Any:
+def _with_field(ours: Any, theirs: object, path: Sequence[str]) -> object:
     """A configuration with one field of another; of a mapping, the whole of it."""
     own, other = getattr(ours, path[0]), getattr(theirs, path[0])
     if len(path) > 1 and dataclasses.is_dataclass(own) and type(own) is type(other):

@@ -64,7 +64,9 @@ class Tools:
         """Lists all runs: state, step, rewards in training and held out, and when they began."""
         return await _ownloop("runs", "--runs", str(self._runs))
 
-    def read_report(self, run: str, metrics: Sequence[str] = ("reward_mean", "eval_reward", "loss")) -> dict[str, Any]:
+    def read_report(
+        self, run: str, metrics: Sequence[str] = ("reward_mean", "eval_reward", "loss")
+    ) -> dict[str, object]:
         """Reads a run: state, configuration, warnings in words, and metrics as [step, value] pairs, at most 50 of each.
 
         Names of all its metrics are in `names`. Those that begin with eval_ are of held-out data.

@@ -211,7 +211,7 @@ def _work(options: Plan, config: Any) -> Work:
     )
 
 
-def _not_counted(config: Any) -> list[str]:
+def _not_counted(config: object) -> list[str]:
     """A line for a loop that has further models."""
     further = {"critic": "a critic and a reference", "teacher_trainer": "teachers"}
     names = [words for name, words in further.items() if hasattr(config, name)]
@@ -326,7 +326,7 @@ def _ranked(layouts: list[Layout], options: Plan) -> Iterator[str]:
         yield row
 
 
-def _degrees(config: LayoutConfig) -> Mapping[str, Any]:
+def _degrees(config: LayoutConfig) -> Mapping[str, object]:
     names = (
         *("data_parallel_replicate", "data_parallel_shard", "tensor_parallel"),
         *("context_parallel", "pipeline_parallel", "expert_parallel"),

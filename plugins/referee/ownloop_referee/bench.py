@@ -90,7 +90,7 @@ class Findings:
         (self.right if holds else self.wrong).append(f"{what}: {length:.3f} for {expected:.3f}")
 
 
-def of_datum(tokens: Sequence[int], **inputs: Any) -> types.Datum:
+def of_datum(tokens: Sequence[int], **inputs: object) -> types.Datum:
     """A datum that predicts each token after the first, of weight 1 unless `inputs` say otherwise."""
     return raw_datum(tokens[:-1], tokens[1:], **{"weights": [1.0] * (len(tokens) - 1), **inputs})
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import tyro
 
@@ -46,7 +46,7 @@ class CheckTinker(Settings):
             bench = Bench(self)
         except Exception as error:
             raise ValueError(f"{self.url} cannot be checked: {type(error).__name__}: {error}") from error
-        rows: list[dict[str, Any]] = []
+        rows: list[Result] = []
         for name in self.only or CHECKS:
             rows.append(judged(bench, name))
             print("{check:13} {verdict:14} {seconds:6.1f} s  {says}".format(**rows[-1]), flush=True)
@@ -59,8 +59,18 @@ class CheckTinker(Settings):
         return 1 if counts["failed"] else 0
 
 
-def judged(bench: Bench, name: str) -> dict[str, Any]:
-    """The result of a check, made in a session of its own: a row of the table, and the claim that was checked."""
+class Result(TypedDict):
+    """The result of a check: a row of the table, and the claim that was checked."""
+
+    check: str
+    claim: str | None
+    verdict: str
+    says: str
+    seconds: float
+
+
+def judged(bench: Bench, name: str) -> Result:
+    """The result of a check, made in a session of its own."""
     found, start, verdict = Findings(bench.settings.tolerance), time.monotonic(), "ok"
     bench.service = bench.connect(bench.settings.key)
     try:

@@ -72,11 +72,11 @@ def bad_input(bench: Bench, found: Findings) -> None:
     def learn(datum: types.Datum, loss: Any = "cross_entropy") -> Callable[[], Any]:
         return lambda: bench.forward_backward(client, [datum], loss)
 
-    def sample(prompt: list[int], num_samples: int = 1, **params: Any) -> Callable[[], Any]:
+    def sample(prompt: list[int], num_samples: int = 1, **params: Any) -> Callable[[], object]:
         given = types.SamplingParams(max_tokens=2, **params)
         return lambda: bench.get(sampler.sample(types.ModelInput.from_ints(prompt), num_samples, given))
 
-    cases: dict[str, Callable[[], Any]] = {
+    cases: dict[str, Callable[[], object]] = {
         "an unknown loss": learn(good, "no_such_loss"),
         "no target_tokens": learn(types.Datum(model_input=good.model_input, loss_fn_inputs={})),
         "fewer targets than tokens": learn(raw_datum(tokens, tokens[:-2], weights=[1.0] * (len(tokens) - 2))),
@@ -106,7 +106,7 @@ def bad_input(bench: Bench, found: Findings) -> None:
             sampler = bench.sampler(client)
 
 
-def _refused(bench: Bench, found: Findings, client: Any, what: str, act: Callable[[], Any]) -> bool:
+def _refused(bench: Bench, found: Findings, client: object, what: str, act: Callable[[], object]) -> bool:
     """Notes whether a call is an error in time, after which the client's weights are as before; returns whether."""
     fault = "accepted"
     try:

@@ -11,7 +11,7 @@ from ownloop_referee.bench import REFUSALS, Bench, Findings, NotApplicableError,
 
 def samplers(bench: Bench, found: Findings) -> None:
     """A sampling client has the weights of its time, and keeps them while training continues."""
-    client, kept = bench.fresh(), list[tuple[str, Any, Any]]()
+    client, kept = bench.fresh(), list[tuple[str, object, Any]]()
     for number in range(1, 4):
         trained = bench.scores(client)
         made = bench.sampler(client)

@@ -11,7 +11,7 @@ from ownloop_referee.bench import REFUSALS, Bench, Findings, FloatArray, of_datu
 def order(bench: Bench, found: Findings) -> None:
     """Calls that nobody waits for run in the order of the script; each forward sees the steps before it alone."""
     eager, patient = bench.fresh(), bench.fresh()
-    futures: list[Any] = []
+    futures: list[object] = []
     for scale in (1.0, 2.0, 1.0):
         eager.forward_backward(bench.batch(), "cross_entropy")
         eager.optim_step(bench.params(scale))
@@ -86,7 +86,7 @@ def custom(bench: Bench, found: Findings) -> None:
     """`forward_backward_custom` has the gradient that its function has in NumPy."""
     client, p = bench.fresh(), bench.at_start
 
-    def loss(_: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(_: list[object], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         joined = torch.cat([each.flatten() for each in logprobs])
         return (joined.exp() + 0.1 * joined**2).sum() - 0.5 * joined.mean() ** 3, {}
 

@@ -39,7 +39,7 @@ class Configuration:
         return [run.reward for run in self.runs]
 
 
-def same_configuration(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def same_configuration(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
     """Whether two configurations (in JSON types) differ in their seeds at most."""
     return not named_differences(one, other)
 
@@ -50,7 +50,7 @@ def named_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[
     return {field: pair for field, pair in found.items() if field.partition(".")[0] not in _NOT_COMPARED}
 
 
-def final_reward(run: str, config: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> FinalReward:
+def final_reward(run: str, config: Mapping[str, object], rows: Sequence[Mapping[str, float]]) -> FinalReward:
     """The last evaluation in a run's metrics. Raises ValueError for a run without one."""
     evaluations = [row for row in rows if math.isfinite(row.get("eval_reward", math.nan))]
     if not evaluations:

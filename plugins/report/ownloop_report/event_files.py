@@ -70,7 +70,7 @@ class EventFiles(Observer):
         """See `Observer`."""
         self._writer.close()
 
-    def _write(self, step: int, summary: Any) -> None:
+    def _write(self, step: int, summary: object) -> None:
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
         self._writer.flush()  # otherwise a running run is shown two minutes late
 

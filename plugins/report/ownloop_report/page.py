@@ -93,7 +93,7 @@ def page(contents: dict[str, Any]) -> str:
 
 def report_contents(run: Path, decode: Decode | None = None, command: str = "") -> dict[str, Any]:
     """Everything about the run in this folder; it may still be running. `decode` cuts answers into their tokens."""
-    config: dict[str, Any] = read_json(run / CONFIG_FILE)
+    config: dict[str, object] = read_json(run / CONFIG_FILE)
     rows = thinned_metrics(run / METRICS)
     steps = [row for row in rows if "seconds_step" in row]
     memory = [*dict.fromkeys(name for row in steps for name in row if name.startswith("memory_peak_bytes_"))]
@@ -216,7 +216,7 @@ def _timeline(file: Path, steps: Sequence[Mapping[str, float]]) -> dict[str, Any
     }
 
 
-def _thinned(points: Sequence[Any]) -> list[Any]:
+def _thinned(points: Sequence[object]) -> list[Any]:
     """At most `_MAX_POINTS` of them, evenly, with the last."""
     if len(points) <= _MAX_POINTS:
         return [*points]

@@ -44,7 +44,7 @@ def evaluation_samples(rollouts: Path, decode: Decode | None) -> list[dict[str, 
     for step in shown:
         for group in read_groups(by_step[step])[: 4 * _MAX_PROBLEMS]:
             if group.rollouts and (group.problem_id in problems or len(problems) < _MAX_PROBLEMS):
-                new: dict[str, Any] = {"prompt": group.prompt, "images": _pictures(group.rollouts[0]), "answers": []}
+                new: dict[str, object] = {"prompt": group.prompt, "images": _pictures(group.rollouts[0]), "answers": []}
                 entry = problems.setdefault(group.problem_id, new)
                 entry["answers"].append({"step": step, **_answer(group.rollouts[0], decode)})
     return list(problems.values())
@@ -58,13 +58,13 @@ def _pictures(rollout: Rollout) -> list[str]:
     ]
 
 
-def _answer(rollout: Rollout, decode: Decode | None) -> dict[str, Any]:
+def _answer(rollout: Rollout, decode: Decode | None) -> dict[str, object]:
     """The whole text, and its pieces in order.
 
     A piece is [text of a sampled token, its log-prob], [message of the environment between two turns, null], or,
     without `decode`, [text of a turn].
     """
-    pieces: list[Sequence[Any]] = []
+    pieces: list[Sequence[object]] = []
     num_left = _MAX_TOKENS
     for turn in rollout.turns:
         if turn is not rollout.turns[0]:
@@ -91,7 +91,11 @@ class TokenSamples:
         self._samples = [sample for sample in read_token_samples(run) if sample["step"] <= last_step]
 
     def add(
-        self, step: int, batch: Sequence[Datum], output: ForwardBackwardOutput, config: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        batch: Sequence[Datum],
+        output: ForwardBackwardOutput,
+        config: Mapping[str, object] | None = None,
     ) -> None:
         """Keeps a few datums of a step. Does nothing for a batch without the generator's log-probs.
 
@@ -145,8 +149,8 @@ def _num_forks(parents: Sequence[int | None]) -> int:
     return len([parent for parent in parents if parent is not None]) - len({*parents} - {None})
 
 
-def _session(row: Mapping[str, Any], played: Rollout) -> dict[str, Any]:
-    calls: list[dict[str, Any]] = []
+def _session(row: Mapping[str, Any], played: Rollout) -> dict[str, object]:
+    calls: list[dict[str, object]] = []
     for index, turn in enumerate(played.turns[:_MAX_CALLS]):
         calls.append(
             {
@@ -178,9 +182,9 @@ def mismatch_samples(run: Path, decode: Decode | None) -> list[dict[str, Any]]:
     ]
 
 
-def _both_sides(sample: Mapping[str, Any], decode: Decode | None) -> list[tuple[Any, ...]]:
+def _both_sides(sample: Mapping[str, Any], decode: Decode | None) -> list[tuple[object, ...]]:
     texts = _pieces(sample["tokens"], decode) if decode else [f"{token} " for token in sample["tokens"]]
-    rows: list[tuple[Any, ...]] = []
+    rows: list[tuple[object, ...]] = []
     columns = [sample[name] for name in ("trainer", "generator", "share", "clipped") if name in sample]
     for text, ours, *others in zip(texts, *columns, strict=True):
         if ours is not None:

@@ -21,7 +21,7 @@ class TrackioRun(Observer):
         """The run has an id of its own there."""
         super().__init__(folder)
         self._sent = SentAlready(folder.path)
-        trackio: Any = import_module("trackio")  # where it is not installed, type checkers know nothing of it
+        trackio: object = import_module("trackio")  # where it is not installed, type checkers know nothing of it
         self._table: Any = trackio.Table
         self._run: Any = trackio.init(
             project="ownloop",

@@ -179,7 +179,7 @@ def _unboxed(rows: Rows, rollouts: Path) -> str | None:
     return f"sandbox {weak[0]!r}: what the model wrote could do all that this user may" if weak else None
 
 
-def _sandboxes(value: Any) -> set[str]:
+def _sandboxes(value: object) -> set[str]:
     """The values of all fields `sandbox` of a configuration in JSON types."""
     if isinstance(value, Mapping):
         fields = cast("Mapping[str, Any]", value)

@@ -266,7 +266,7 @@ class Box:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(HEAD.pack(len(content), kind, number) + content)
 
-    async def _ask(self, kind: bytes, asked: Mapping[str, Any], content: bytes = b"", *, number: int = 0) -> bytes:
+    async def _ask(self, kind: bytes, asked: Mapping[str, object], content: bytes = b"", *, number: int = 0) -> bytes:
         """Sends a request and waits for its answer. Raises `BoxError` with the box's own error."""
         if self._process is None or self._reading is None or self._reading.done():
             raise BoxError(f"the box does not answer: {self._why}")

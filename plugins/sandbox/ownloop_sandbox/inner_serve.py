@@ -378,7 +378,9 @@ def put(path: str, name: str, content: bytes, mode: int) -> None:
         os.close(folder)
 
 
-def files(path: str, name: str, most: int, each: int, *, single_links: bool) -> Iterator[tuple[dict[str, Any], bytes]]:
+def files(
+    path: str, name: str, most: int, each: int, *, single_links: bool
+) -> Iterator[tuple[dict[str, object], bytes]]:
     """The regular files below a folder, `name` alone if it is given, with names, modes and sizes. Follows no link.
 
     Small ones come first. Raises ValueError for a name of something else. Files of more than `each` bytes, or that

@@ -53,11 +53,11 @@ _FLOATS = {name: float(name) for name in ("inf", "-inf", "nan")}
 _DTYPES = {name: getattr(torch, name) for name in ("bool", "float32", "float64", "int32", "int64")}
 
 
-def _arithmetic(name: str) -> Callable[..., Any]:
+def _arithmetic(name: str) -> Callable[..., object]:
     """Python's operator for tensors and numbers. Powers need a tensor: of large integers they never end."""
     function = getattr(operator, name)
 
-    def apply(*operands: Any) -> Any:
+    def apply(*operands: object) -> object:
         if not all(isinstance(each, Tensor | bool | int | float) for each in operands):
             raise ValueError("its operands must be tensors and numbers")
         if name == "pow" and not any(isinstance(each, Tensor) for each in operands):
@@ -67,13 +67,13 @@ def _arithmetic(name: str) -> Callable[..., Any]:
     return apply
 
 
-def _attribute(value: Any, name: Any) -> Any:
+def _attribute(value: object, name: Any) -> object:
     if not isinstance(value, Tensor) or name not in _ATTRIBUTES:
         raise ValueError(f"{name!r} is no attribute that it may read; these are {', '.join(sorted(_ATTRIBUTES))}")
     return getattr(value, name)
 
 
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+_FUNCTIONS: Mapping[str, Callable[..., object]] = {
     **{
         f"torch.{name}": getattr(torch, name)
         for name in f"{_ELEMENTWISE} {_WHOLE} cat ones_like stack zeros_like".split()
@@ -93,8 +93,8 @@ class Node:
     op: str
     name: str
     target: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class TracedLoss:
         return output
 
 
-def _decoded(arg: Any, values: Mapping[str, Any], device: torch.device) -> Any:
+def _decoded(arg: object, values: Mapping[str, object], device: torch.device) -> object:
     """An argument as Python has it. Raises ValueError for anything else than the format has."""
     if arg is None or isinstance(arg, bool | int | float) or (isinstance(arg, str) and arg in _WORDS | _ATTRIBUTES):
         return arg
@@ -195,7 +195,7 @@ def _decoded(arg: Any, values: Mapping[str, Any], device: torch.device) -> Any:
             return {"tuple": tuple, "slice": _slice}[kind](_decoded(each, values, device) for each in content)
         if kind == "dict" and isinstance(content, dict):
             return {key: _decoded(each, values, device) for key, each in content.items()}
-        tables: dict[str, Mapping[Any, Any]] = {"ref": values, "dtype": _DTYPES, "float": _FLOATS}
+        tables: dict[str, Mapping[Any, object]] = {"ref": values, "dtype": _DTYPES, "float": _FLOATS}
         if kind in tables and isinstance(content, str) and content in tables[kind]:
             return tables[kind][content]
         if kind in ("ellipsis", "device"):
@@ -203,11 +203,11 @@ def _decoded(arg: Any, values: Mapping[str, Any], device: torch.device) -> Any:
     raise ValueError(f"{arg!r:.80} is no argument that this server takes")
 
 
-def _slice(parts: Iterable[Any]) -> slice:
+def _slice(parts: Iterable[object]) -> slice:
     return slice(*parts)
 
 
-def _check_size(value: Any, max_numbers: int) -> None:
+def _check_size(value: object, max_numbers: int) -> None:
     """Raises ValueError for a tensor of more numbers, and for an integer beyond 64 bits."""
     for each in value if isinstance(value, tuple | list) else [value]:
         if isinstance(each, Tensor) and each.numel() > max_numbers:

@@ -42,7 +42,7 @@ class GemmaImages:
         vocabulary: Mapping[str, int] = self._tokenizer.get_vocab()
         self._breaks = {token: len(text) for text, token in vocabulary.items() if text and not text.strip("\n")}
 
-    def place(self, tokens: Sequence[int], images: Sequence[Any]) -> TokensWithImages:
+    def place(self, tokens: Sequence[int], images: Sequence[object]) -> TokensWithImages:
         """See `rl.rollouts.rendering.ImageRenderer`. Raises ValueError unless there is one token for each image."""
         marks = places_of(tokens, self._begin, len(images))
         gap = self._line_breaks(2)
@@ -56,11 +56,11 @@ class GemmaImages:
             longer += self._merged([*gap, *after, *(gap if number < len(images) else ())])
         return TokensWithImages(longer, placed)
 
-    def alone(self, image: Any) -> TokensWithImages:
+    def alone(self, image: object) -> TokensWithImages:
         """See `rl.rollouts.rendering.ImageRenderer`."""
         return TokensWithImages([self._token] * self._num_tokens, [self.read(image, start=0)])
 
-    def read(self, image: Any, *, start: int) -> PlacedImage:
+    def read(self, image: object, *, start: int) -> PlacedImage:
         """One image, in any of the forms of `file_bytes`, whose tokens begin at `start`."""
         data = file_bytes(image)
         made = np.asarray(self._processor(images=[pixels(data)])["pixel_values"][0], dtype=np.float32)

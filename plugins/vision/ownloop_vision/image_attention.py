@@ -67,7 +67,7 @@ def _forward_with_images(
     attn_metadata: Any,
     output: Tensor,
     *args: Any,
-    **options: Any,
+    **options: object,
 ) -> Tensor:
     """As vLLM's: query [N, heads, D], key and value [N, key-value heads, D], output of as many values as query."""
     out: Tensor = _forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **options)

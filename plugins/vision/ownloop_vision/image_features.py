@@ -7,7 +7,7 @@ Legend: L tokens of a row, D model dimension, F features of all images of the ro
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from rl.images import PlacedImage
 from trainer.engines.pytorch.low_rank import Adaptable
+
+T = TypeVar("T")
 
 
 def images_to_read(
@@ -36,7 +38,7 @@ def is_trained(tower: Sequence[nn.Module]) -> bool:
     )
 
 
-def compute(tower: Sequence[nn.Module], read: Callable[[], Any]) -> Any:
+def compute(tower: Sequence[nn.Module], read: Callable[[], T]) -> T:
     """What `read` returns. A frozen tower computes no gradient."""
     with torch.set_grad_enabled(is_trained(tower) and torch.is_grad_enabled()):
         return read()

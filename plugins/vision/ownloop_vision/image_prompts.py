@@ -28,7 +28,7 @@ from rl.system.hf_config import VisionParts, read_config, vision_of
 
 FOLDER = Path(sys.prefix) / "torchvision"
 """Where set-up keeps torchvision for the CPU: among the other packages, it would break transformers' import."""
-_DECLARED: list[Any] = []
+_DECLARED: list[object] = []
 
 
 def prepare_process(architecture: str) -> None:
@@ -92,7 +92,7 @@ def content_hash(image: PlacedImage) -> str:
     return digest.hexdigest()[:32]
 
 
-def engine_prompt(tokens: Sequence[int], images: Sequence[PlacedImage]) -> Any:
+def engine_prompt(tokens: Sequence[int], images: Sequence[PlacedImage]) -> object:
     """What `LLMEngine.add_request` takes for a prompt of Qwen2.5-VL or Qwen3-VL.
 
     Images are the same for vLLM's caches if their `content_hash` is.
@@ -101,7 +101,7 @@ def engine_prompt(tokens: Sequence[int], images: Sequence[PlacedImage]) -> Any:
     from vllm.multimodal.inputs import MultiModalFieldConfig
 
     grids = torch.stack([torch.from_numpy(image.inputs["image_grid_thw"]) for image in images])
-    made: dict[str, Any] = {
+    made: dict[str, object] = {
         "pixel_values": torch.cat([torch.from_numpy(image.inputs["pixel_values"]) for image in images]),
         "image_grid_thw": grids,
     }
@@ -112,13 +112,13 @@ def engine_prompt(tokens: Sequence[int], images: Sequence[PlacedImage]) -> Any:
     return _engine_input(tokens, images, made, fields)
 
 
-def gemma_prompt(tokens: Sequence[int], images: Sequence[PlacedImage]) -> Any:
+def gemma_prompt(tokens: Sequence[int], images: Sequence[PlacedImage]) -> object:
     """The same for a prompt of Gemma 3."""
     import torch
     from vllm.multimodal.inputs import MultiModalFieldConfig
 
     ones = torch.ones(len(images), dtype=torch.long)  # pictures that the processor has made of each image
-    made: dict[str, Any] = {
+    made: dict[str, object] = {
         "pixel_values": torch.stack([torch.from_numpy(image.inputs["pixel_values"]) for image in images]),
         "num_patches": ones,
     }
@@ -129,11 +129,11 @@ def gemma_prompt(tokens: Sequence[int], images: Sequence[PlacedImage]) -> Any:
     return _engine_input(tokens, images, made, fields)
 
 
-def _engine_input(tokens: Sequence[int], images: Sequence[PlacedImage], made: Any, fields: Mapping[str, Any]) -> Any:
+def _engine_input(tokens: Sequence[int], images: Sequence[PlacedImage], made: Any, fields: Mapping[str, Any]) -> object:
     from vllm.inputs.engine import mm_input
     from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-    items: Any = MultiModalKwargsItems.from_hf_inputs(made, fields)
+    items: object = MultiModalKwargsItems.from_hf_inputs(made, fields)
     return mm_input(
         list(tokens),
         items,

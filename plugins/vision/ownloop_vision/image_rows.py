@@ -127,10 +127,10 @@ class _Rows:
     def read(self, number: int) -> tuple[str, str, list[bytes]]:
         """Question, answer and files of images of a row. Raises ValueError for an image that cannot be read."""
         found: Any = self._images[number]
-        images: Sequence[Any] = found if isinstance(found, list) else [found]
+        images: Sequence[object] = found if isinstance(found, list) else [found]
         return self._questions[number], self._answers[number], [file_bytes(self._located(each)) for each in images]
 
-    def _located(self, image: Any) -> Any:
+    def _located(self, image: Any) -> object:
         """A path from the file's folder on."""
         is_path = isinstance(image, str) and not image.startswith("data:") and "://" not in image[:16]
         return self._folder / image if is_path else image
@@ -139,7 +139,7 @@ class _Rows:
 _read = functools.lru_cache(maxsize=4)(_Rows)  # a loop asks for problems at every step
 
 
-def _texts(values: Sequence[Any], where: str) -> list[str]:
+def _texts(values: Sequence[object], where: str) -> list[str]:
     return [text_of(value, f"{where}: row {number}") for number, value in enumerate(values)]
 
 

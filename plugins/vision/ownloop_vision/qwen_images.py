@@ -34,7 +34,7 @@ class QwenImages:
         self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(model)
         self._token: int = read_config_file(model)["image_token_id"]
 
-    def place(self, tokens: Sequence[int], images: Sequence[Any]) -> TokensWithImages:
+    def place(self, tokens: Sequence[int], images: Sequence[object]) -> TokensWithImages:
         """See `rl.rollouts.rendering.ImageRenderer`. Raises ValueError unless there is one token for each image."""
         places = places_of(tokens, self._token, len(images))
         placed: list[PlacedImage] = []
@@ -47,12 +47,12 @@ class QwenImages:
             end = place + 1
         return TokensWithImages([*longer, *tokens[end:]], placed)
 
-    def alone(self, image: Any) -> TokensWithImages:
+    def alone(self, image: object) -> TokensWithImages:
         """See `rl.rollouts.rendering.ImageRenderer`."""
         placed = self.read(image, start=0)
         return TokensWithImages([self._token] * placed.num_tokens, [placed])
 
-    def read(self, image: Any, *, start: int) -> PlacedImage:
+    def read(self, image: object, *, start: int) -> PlacedImage:
         """One image, in any of the forms of `file_bytes`, whose tokens begin at `start`."""
         data = file_bytes(image)
         made = self._processor(images=[pixels(data)])
@@ -81,7 +81,7 @@ def places_of(tokens: Sequence[int], mark: int, num_images: int) -> list[int]:
     return places
 
 
-def file_bytes(source: Any) -> bytes:
+def file_bytes(source: object) -> bytes:
     """The bytes of an image's file. An image of Pillow becomes a PNG, turned as its EXIF says.
 
     A mapping with `bytes` or `path`, as `datasets` makes of a column of images, stands for the first that it has.

@@ -28,7 +28,7 @@ def hidden(
     base, vision = model.base_model, model.config.vision_config
     axes = axis_positions(positions[0].cpu().numpy(), images, vision.spatial_merge_size)
     embeddings = base.get_input_embeddings()(tokens)
-    deep: dict[str, Any] = {}
+    deep: dict[str, object] = {}
     if read := images_to_read((base.visual,), images, lambda: _blank(vision)):
         features, deeper = compute((base.visual,), lambda: _features(base, read, tokens.device))
         embeddings, at = put(embeddings, features, images)

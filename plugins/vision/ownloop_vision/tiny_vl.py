@@ -57,7 +57,7 @@ _GEMMA_IDS = {
     "eos_token_id": "<end_of_turn>",
 }
 _GEMMA_TOKENS, _GEMMA_SIDE = 4, 128  # tokens of an image, and pixels of its side
-_TEXT: dict[str, Any] = {
+_TEXT: dict[str, object] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -65,11 +65,11 @@ _TEXT: dict[str, Any] = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 512,
 }
-_VISION: dict[str, Any] = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
-_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
+_VISION: dict[str, object] = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
+_ROPE: dict[str, object] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
 
 
-def tiny_qwen3_vl(path: Path, words: Sequence[str] = (), *, seed: int = 0, **options: Any) -> Path:
+def tiny_qwen3_vl(path: Path, words: Sequence[str] = (), *, seed: int = 0, **options: object) -> Path:
     """Writes a Qwen3-VL to `path` that knows these words; `options` go to its text configuration.
 
     The directory holds config, weights, tokenizer with chat template, and the settings of the image processor.
@@ -94,7 +94,7 @@ def tiny_qwen3_vl(path: Path, words: Sequence[str] = (), *, seed: int = 0, **opt
     return _save(Qwen3VLForConditionalGeneration, config, tokenizer, path, seed)
 
 
-def tiny_qwen2_5_vl(path: Path, words: Sequence[str] = (), *, seed: int = 0, **options: Any) -> Path:
+def tiny_qwen2_5_vl(path: Path, words: Sequence[str] = (), *, seed: int = 0, **options: object) -> Path:
     """Writes a Qwen2.5-VL of the same shape, whose vision tower has windows in its first layer."""
     tokenizer = _tokenizer(words)
     config = Qwen2_5_VLConfig(
@@ -111,7 +111,7 @@ def tiny_qwen2_5_vl(path: Path, words: Sequence[str] = (), *, seed: int = 0, **o
     return _save(Qwen2_5_VLForConditionalGeneration, config, tokenizer, path, seed)
 
 
-def tiny_gemma3(path: Path, words: Sequence[str] = (), *, seed: int = 0, **options: Any) -> Path:
+def tiny_gemma3(path: Path, words: Sequence[str] = (), *, seed: int = 0, **options: object) -> Path:
     """Writes a Gemma 3 of the same shape, with a layer of each kind. Every image is four tokens."""
     tokenizer = _gemma_tokenizer(words)
     text = {
@@ -176,7 +176,7 @@ def _tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     return made
 
 
-def _text(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def _text(tokenizer: PreTrainedTokenizerFast) -> dict[str, object]:
     """The text configuration but for rotary embeddings."""
     return {**_TEXT, "vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
 
@@ -187,7 +187,7 @@ def _ids(tokenizer: PreTrainedTokenizerFast, texts: Mapping[str, str] = _QWEN_ID
 
 
 def _save(
-    model_class: Any, config: Any, tokenizer: PreTrainedTokenizerFast, path: Path, seed: int, processor: Any = None
+    model_class: Any, config: object, tokenizer: PreTrainedTokenizerFast, path: Path, seed: int, processor: Any = None
 ) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,7 @@ def plan(config: TrainerConfig, batch: list[Datum]) -> BatchPlan:
     )
 
 
-def spawn(num_ranks: int, body: Callable[..., None], *args: Any, timeout_s: float = 500) -> None:
+def spawn(num_ranks: int, body: Callable[..., None], *args: object, timeout_s: float = 500) -> None:
     """Runs `body(rank, *args)` in `num_ranks` processes in which `load_engine` finds its rank and the others.
 
     Without a GPU, the processes are forked from a server that has imported the engines once, which takes longer than
@@ -87,7 +86,7 @@ def preloaded_forkserver() -> ForkServerContext:
     return context
 
 
-def _rank_main(rank: int, num_ranks: int, port: int, body: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _rank_main(rank: int, num_ranks: int, port: int, body: Callable[..., None], args: tuple[object, ...]) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

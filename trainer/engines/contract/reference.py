@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -199,7 +198,7 @@ class LocalStore:
         """See `Store`."""
         self.values[key] = value
 
-    async def get(self, key: str) -> Any:
+    async def get(self, key: str) -> object:
         """See `Store`."""
         return self.values[key]
 

@@ -74,7 +74,7 @@ class TransformersPolicy(nn.Module):
         super().__init__()
         self._has_values, self._dtype, self._head_dtype = head == "value", compute_dtype, head_dtype
         self._by_documents = self._is_split = False
-        self._run: Callable[[Callable[[Any], Any]], Any] = self.__call__
+        self._run: Callable[[Callable[[object], object]], Any] = self.__call__
         family = find_family(read_config(path))
         vision = None if family is None else family.vision
         try:
@@ -118,7 +118,7 @@ class TransformersPolicy(nn.Module):
         for parameter in self.frozen_parts():
             parameter.requires_grad_(False)
 
-    def forward(self, compute: Callable[[Any], T]) -> T:
+    def forward(self, compute: Callable[[object], T]) -> T:
         """Runs a function of the model. FSDP gathers shards around it, as around any forward pass."""
         return compute(self.model)
 
@@ -317,7 +317,7 @@ class TransformersPolicy(nn.Module):
             )
 
 
-def _options(config: PretrainedConfig) -> dict[str, Any]:
+def _options(config: PretrainedConfig) -> dict[str, object]:
     """How transformers builds the model. Its other kinds of attention leave a cap of logits (Gemma 2) out."""
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     return {"attn_implementation": attention, "trust_remote_code": False}

@@ -100,7 +100,7 @@ class _RefusedClassError(Exception):
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles the metadata of tensors. Raises `_RefusedClassError` before anything else is imported or called."""
 
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
+    def find_class(self, module_name: str, global_name: str, /) -> object:
         """What makes an object of the class, if a checkpoint of tensors may consist of it.
 
         Never the class itself, since a pickle can set attributes of everything that it names.

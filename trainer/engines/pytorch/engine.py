@@ -48,7 +48,7 @@ class TorchEngine(Engine):
         config: TrainerConfig,
         model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
-        model_info: Mapping[str, Any],
+        model_info: Mapping[str, object],
         device: torch.device,
         rows: RowRunner,
         *,

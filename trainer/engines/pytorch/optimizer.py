@@ -131,7 +131,7 @@ class Optimizer:
             _muon_update(matrix, matrix.grad, state["exp_avg"], params, rate)
 
     def _step_in_pieces(
-        self, pieces: Sequence[dict[str, Any]], params: AdamParams, device: torch.device | None
+        self, pieces: Sequence[dict[str, object]], params: AdamParams, device: torch.device | None
     ) -> None:
         """Updates a piece while the next one comes and the last one goes back, so three are on the device at most."""
         on_gpu = device is not None and device.type == "cuda"

@@ -125,7 +125,7 @@ class _RowStage(PipelineStage):
     """A stage of a decoder whose micro-batches are rows of different lengths."""
 
     def __init__(
-        self, *args: Any, lengths: Sequence[int], boundary: tuple[DeviceMesh, Placement] | None, **kwargs: Any
+        self, *args: Any, lengths: Sequence[int], boundary: tuple[DeviceMesh, Placement] | None, **kwargs: object
     ) -> None:
         """`lengths` are the tokens of each row whose hidden states this rank passes from stage to stage.
 
@@ -135,7 +135,7 @@ class _RowStage(PipelineStage):
         self._lengths = lengths
         self._boundary = boundary
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: object) -> Tensor:
         """Maps hidden states of a row to hidden states or, in the last stage, to [1 or 2, S] scores and entropies."""
         (hidden,) = args
         if self._boundary is not None and not self.is_first:

@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Mapping
-from typing import Any
 
 from rl.system.decoders import DecoderConfig
 from rl.system.hardware import sees_gpu
@@ -11,7 +10,7 @@ from trainer.config import TrainerConfig
 from trainer.engines.model_check import ModelLimits
 
 
-def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
+def check_layout(config: TrainerConfig, hf_config: Mapping[str, object]) -> ModelLimits:
     """The engine's `LayoutCheck`."""
     decoder = parse_decoder_config(hf_config)
     _check_proven(config, decoder)

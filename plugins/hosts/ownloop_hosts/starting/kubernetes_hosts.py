@@ -142,7 +142,7 @@ def manifests(
     return [service, *([_secret(hosts, certificates)] if hosts.tls else []), *jobs]
 
 
-def as_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
+def as_yaml(objects: Sequence[Mapping[str, object]]) -> str:
     """The objects as `kubectl apply -f` reads them."""
     import yaml
 

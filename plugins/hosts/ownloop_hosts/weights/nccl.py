@@ -121,7 +121,7 @@ class NCCLPair:
         self._timeout_s = timeout_s
         self._is_interrupted = False
         self._stream = torch.cuda.Stream(device)
-        made: Future[Any] = Future()
+        made: Future[object] = Future()
 
         def make() -> None:
             try:
@@ -181,7 +181,7 @@ def _unique_id(pair_id: bytes) -> Any:
     return import_module(_BINDINGS).UniqueId.from_buffer(bytearray(pair_id))
 
 
-def _call(function: str, *arguments: Any) -> Any:
+def _call(function: str, *arguments: object) -> Any:
     """What a function of NCCL returns. Raises `LinkError` with its error."""
     bindings = import_module(_BINDINGS)
     try:

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, TypeVarTuple
+from typing import ClassVar, TypeVarTuple
 
 from ownloop_hosts.weights.links import Link, OwnShards, Route, Sent
 from ownloop_hosts.weights.receiving_process import Received, ReceivingHost, ReceivingProcess, Transfer
@@ -66,7 +66,7 @@ class Network(Transport):
         del asked  # it needs hosts that receive
         return NetworkSender(index, reader_timeout_s)
 
-    def receiver(self, broadcast: Callable[..., Any]) -> "NetworkReceiver":
+    def receiver(self, broadcast: Callable[..., object]) -> "NetworkReceiver":
         del broadcast  # every rank reads the buffer itself
         return NetworkReceiver()
 

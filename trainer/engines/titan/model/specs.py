@@ -93,7 +93,7 @@ def model_spec(
     head: Head,
     policy: type[Decoder],
     layers: list[Any],
-    parallelize: Callable[..., Any],
+    parallelize: Callable[..., object],
     **options: Any,
 ) -> ModelSpec:
     """The spec of a `policy` of these layers, which `parallelize` distributes; `options` are the policy's own."""
@@ -339,7 +339,7 @@ class DensePolicy(Policy, Qwen3Model):  # pyright: ignore[reportIncompatibleMeth
 
         names: Mapping[str, str] = field(default_factory=dict[str, str])
 
-        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+        def update_from_config(self, *, config: object, **kwargs: object) -> None:
             """Sets how every parameter and activation is sharded."""
             Qwen3Model.Config.update_from_config(self, config=config, **kwargs)
             shard_head_only(self.lm_head)
