@@ -142,7 +142,7 @@ class TrainerHandle:
         return (await self._call("policy_version", needs_memory=False))[0]
 
     async def forward_backward(
-        self, batch: Sequence[Datum], loss: str | Callable[..., object], loss_config: Mapping[str, object] | None = None
+        self, batch: Sequence[Datum], loss: str | Callable[..., Any], loss_config: Mapping[str, object] | None = None
     ) -> ForwardBackwardOutput:
         """Adds the gradient of the loss, summed over all tokens of the batch, to the accumulated gradient.
 
