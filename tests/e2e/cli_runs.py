@@ -11,13 +11,16 @@ from typing import Any
 
 from controller.runs.folder import read_metrics
 from controller.runs.metric_rows import is_timing
+from tests.generator.served_models import served_llama
 from tests.waiting import LIMIT_S, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 def ownloop(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Starts `ownloop run` in a folder."""
+    """Starts `ownloop run` in a folder, which has the model of `tiny_recipe`."""
+    if not (tmp_path / "model").exists():
+        served_llama(tmp_path / "model", tied=True)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OWNLOOP_TINY_MODEL": str(tmp_path / "model")}
     command = [sys.executable, "-m", "controller.commands.cli", "run", *arguments]
     pipe = subprocess.PIPE

@@ -48,19 +48,19 @@ async def test_calls_mistakes_cancellation_and_death(tmp_path: Path) -> None:
             await generator.generate([5, 9999], GREEDY)
 
         sampling = SamplingParams(max_tokens=90, seed=1)
-        calls = [asyncio.create_task(generator.generate(PROMPTS[0], sampling, 8)) for _ in range(200)]
+        calls = [asyncio.create_task(generator.generate(PROMPTS[0], sampling, 8)) for _ in range(40)]
         async with asyncio.timeout(LIMIT_S):  # by themselves they would take longer
-            while await in_progress() < 800:
+            while await in_progress() < 160:
                 await asyncio.sleep(0.01)
             for call in calls:
                 call.cancel()
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
-            assert sum(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes) > 100
+            assert sum(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes) > 20
             while await in_progress() > 0:
                 await asyncio.sleep(0.01)
         assert len(await generator.generate(PROMPTS[0], GREEDY)) == 1
 
-        running = asyncio.create_task(generator.generate(PROMPTS[0], SamplingParams(max_tokens=60, seed=1), 200))
+        running = asyncio.create_task(generator.generate(PROMPTS[0], SamplingParams(max_tokens=60, seed=1), 64))
         await working(generator)
         os.kill(pid, signal.SIGSTOP)
         message = r"rank 0 \(process \d+\) has been stopped \(SIGSTOP\) for 3 s; .* waited \d+ s for generate"

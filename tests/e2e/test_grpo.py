@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from controller.runs.metric_rows import is_timing
 from controller.runs.models import resolve_model
 from tests.e2e.cli_runs import wait_for_step
+from tests.generator.served_models import served_llama
 from tests.rl.recordings import recorded_rows
 from tests.waiting import LIMIT_S, wait_until
 
@@ -30,6 +31,7 @@ TINY_RECIPE = str(Path(__file__).with_name("tiny_recipe.py"))
 
 def _ownloop(folder: Path, recipe: str, *options: str) -> subprocess.Popen[str]:
     """A run in a session of its own, whose processes can be counted when it is over."""
+    served_llama(folder / "model", tied=True)
     command = [sys.executable, "-m", "controller.commands.cli", "run", recipe]
     return subprocess.Popen(
         [*command, "--runs", str(folder), "--name", "run", *options],

@@ -7,14 +7,15 @@ from controller.loops.grpo import GRPOConfig
 from generator.config import GeneratorConfig
 from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
-from tests.generator.served_models import served_llama
 from trainer.config import TrainerConfig
 
 
 def recipe() -> GRPOConfig:
     """In float32 on one thread, so that it is repeatable to the last bit."""
     model = Path(os.environ["OWNLOOP_TINY_MODEL"])
-    if not model.exists():
+    if not model.exists():  # what it is written with takes four seconds to import
+        from tests.generator.served_models import served_llama
+
         served_llama(model, tied=True)
     return GRPOConfig(
         model=str(model),

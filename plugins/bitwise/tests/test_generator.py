@@ -28,8 +28,8 @@ pytestmark = pytest.mark.vllm
 
 FAMILIES = ("ernie4_5", "exaone4", "gemma2", "gemma3", "llama", "mistral", "qwen2", "qwen3", "windows")
 """Of the core's table; "windows" is a Mistral with sliding windows."""
-OFTEN = ("gemma2", "llama")
-"""Families that are tried at every change; the others are second proofs."""
+OFTEN = ("gemma2",)
+"""Families that are tried at every change; the others are second proofs. Runs are of Llamas: test_runs.py."""
 KINDS = (
     SamplingParams(max_tokens=30, ignore_eos=True),
     SamplingParams(max_tokens=9, temperature=0.7),
@@ -91,7 +91,7 @@ def test_log_probs_are_the_trainers_before_and_after_a_push(
     publisher = WeightPublisher(getattr(torch, dtype), "shared_memory", store=store)
 
     async def main() -> None:
-        for version in range(3):
+        for version in range(2):
             batch = data(await sample(engine))
             assert num_different(batch, trainer.forward([batch]).logprobs) == 0
             assert num_different(batch[::3], trainer.forward([batch[::3]]).logprobs) == 0

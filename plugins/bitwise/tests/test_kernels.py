@@ -193,15 +193,13 @@ def _everything(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes
     return found
 
 
-def test_all_instructions_give_the_same_bits_but_for_products_of_bfloat16(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_instructions_give_the_same_bits_but_for_products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     widest = library.instruction_set()
     x86 = ("avx512_bf16", "avx512", "avx2")
     others = x86[x86.index(widest) :] if widest in x86 else (widest,)
-    plain = _everything(library.load("plain", tmp_path), monkeypatch)
+    plain = _everything(library.load("plain"), monkeypatch)
     for instructions in others:
-        found = _everything(library.load(instructions, tmp_path), monkeypatch)
+        found = _everything(library.load(instructions), monkeypatch)
         differing = {name for name, value in found.items() if value != plain[name]}
         assert differing <= ({"product torch.bfloat16"} if instructions == "avx512_bf16" else set()), instructions
 

@@ -83,13 +83,13 @@ def test_a_run_on_a_mended_recording_is_the_run_that_had_the_right_grader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OWNLOOP_TINY_MODEL", str(tmp_path / "model"))
-    right = replace(tiny_recipe.recipe(), num_steps=3, evaluate_every=100)
+    right = replace(tiny_recipe.recipe(), num_steps=2, evaluate_every=100)
     played = _run(right, tmp_path / "right")
     # What a run with the bug would have recorded of these rollouts, and what the mended grader makes of that.
     broken = _regraded(right, played.rollouts, HalfBlind(), tmp_path / "broken")
     assert changes(broken, right.advantage_function).num_signs > 0
     mended = _regraded(right, tmp_path / "broken", EvenWords(), tmp_path / "mended")
-    assert [each.group for each in mended] == [g for step in (1, 2, 3) for g in read_recording(played.rollouts)[step]]
+    assert [each.group for each in mended] == [g for step in (1, 2) for g in read_recording(played.rollouts)[step]]
     follows = _run(replayed(right, tmp_path / "mended"), tmp_path / "follows")
     assert _steps(follows) == _steps(played)
     assert _weights(follows) == _weights(played)

@@ -1,5 +1,7 @@
 """What all tests of the gateway share."""
 
+import functools
+import ssl
 import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,14 @@ def results_of_the_sdk_have_a_limit() -> Generator[None]:
     own = futures.AwaitableConcurrentFuture.result
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(futures.AwaitableConcurrentFuture, "result", lambda self, timeout=LIMIT_S: own(self, timeout))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def certificates_are_read_once() -> Generator[None]:
+    """Every client reads those of the public authorities anew otherwise: 30 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
 
 

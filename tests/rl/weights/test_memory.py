@@ -142,7 +142,7 @@ READ = """
 buffer = WeightBuffer.open(BufferLocation(*arguments[:3]))
 print("ready", flush=True)
 whole = refused = 0
-end = time.monotonic() + 2
+end = time.monotonic() + 0.5
 while time.monotonic() < end or whole <= 20:
     version = int.from_bytes(buffer._memory[16:24], "little", signed=True)
     try:
