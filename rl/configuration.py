@@ -99,7 +99,7 @@ def one_of(names: Callable[[], Iterable[str]], kind: str = "") -> AfterValidator
     return AfterValidator(check)
 
 
-def is_rare(kind: Any, field: str) -> bool:
+def is_rare(kind: object, field: str) -> bool:
     """Whether a class declares this field as `Rare`."""
     hint = get_type_hints(kind, include_extras=True).get(field)
     return any(isinstance(each, _Rare) for each in get_args(hint)[1:])

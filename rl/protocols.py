@@ -226,7 +226,7 @@ class Problem(Protocol):
 class ProblemOptions:
     """The attributes that a `Problem` may have, with what holds for one that lacks them."""
 
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, object]] = ()
     """JSON schemas of functions, which the model's chat template shows it together with the prompt."""
     answer: str | None = None
     """A right completion; None if none is known."""

@@ -133,7 +133,7 @@ def _size(names: Iterable[str]) -> int:
 
 def _config(task: str, params: Mapping[str, Any]) -> Any:
     """The task's configuration. Raises what it raises for wrong parameters, and ValueError for an unknown part."""
-    parts = dict[str, Any]()
+    parts = dict[str, object]()
     if task == "composite" and params.get("datasets"):
         from reasoning_gym.composite import DatasetSpec
 
@@ -198,7 +198,7 @@ class _Entries:
         )
         self._lock = threading.Lock()
 
-    def entry(self, task: str, params: dict[str, Any], number: int) -> dict[str, Any]:
+    def entry(self, task: str, params: dict[str, object], number: int) -> dict[str, Any]:
         """Entry `number` of the task. Raises the error that computing it raised."""
         process = self._process
         assert process.stdin is not None

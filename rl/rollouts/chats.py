@@ -64,7 +64,7 @@ def check_fields(message: Message) -> None:
             )
 
 
-def _as_shown(message: Message, template: str) -> dict[str, Any]:
+def _as_shown(message: Message, template: str) -> dict[str, object]:
     role, content = message["role"], message.get("content")
     check_fields(message)
     parts: list[object] = [content] if isinstance(content, str) else [*(content or ())]
@@ -163,7 +163,7 @@ def _loops_over_content(tree: Any) -> bool:
     loops = [*tree.find_all(nodes.For)]
     said = {loop.target.name for loop in loops if any(_reads(loop.iter, name) for name in lists)}
 
-    def reads_content(node: Any) -> bool:
+    def reads_content(node: object) -> bool:
         return any(_reads(node, name, "content") for name in said)
 
     in_macros, given = set[int](), dict[int, set[str]]()

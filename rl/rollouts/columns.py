@@ -334,7 +334,7 @@ def _routes(every: pa.LargeBinaryArray, shapes: pa.ListArray) -> list[Routes | N
     return found
 
 
-def _tuples(lists: pa.ListArray) -> list[tuple[Any, ...] | None]:
+def _tuples(lists: pa.ListArray) -> list[tuple[object, ...] | None]:
     """One tuple of Python numbers per list, None for null."""
     values, offsets = lists.values.to_numpy(zero_copy_only=False), lists.offsets.to_pylist()
     valid = lists.is_valid().to_pylist()

@@ -185,7 +185,7 @@ class Player:
         return Rollout(turns=tuple(turns), reward=reward, environment_s=environment_s, sampling=self.sampling, **more)
 
     def _encode_reply(
-        self, reply: Observation, answer: Completion, earlier: Sequence[Mapping[str, Any]] | None
+        self, reply: Observation, answer: Completion, earlier: Sequence[Mapping[str, object]] | None
     ) -> tuple[int, ...]:
         """The tokens of an observation. Raises `EnvironmentFailedError` if it cannot be rendered."""
         chat = earlier is not None

@@ -87,7 +87,7 @@ class Renderer:
         """Whether prompts may be chats."""
         return bool(self._tokenizer.chat_template)
 
-    def encode(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, tools: Sequence[Mapping[str, object]] = ()) -> tuple[int, ...]:
         """The tokens of a prompt, in which the chat template shows these tools, given as JSON schemas.
 
         Text begins with the tokenizer's start tokens, once. Raises ValueError for a chat if the model has no chat
@@ -354,7 +354,7 @@ def _mark_beside(chat: Sequence[Message]) -> str:
     return mark
 
 
-def _role(message: Message) -> dict[str, Any]:
+def _role(message: Message) -> dict[str, object]:
     return {name: message[name] for name in ("role", "tool_call_id", "name") if name in message}
 
 
@@ -374,7 +374,7 @@ def _bare(part: object) -> object:
     return {name: value for name, value in part.items() if name != "image"} if isinstance(part, Mapping) else part
 
 
-def _parts(message: Message) -> Sequence[Mapping[str, Any]]:
+def _parts(message: Message) -> Sequence[Mapping[str, object]]:
     """The parts of a message whose content is not plain text."""
     content = message.get("content")
     return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list | tuple) else ()

@@ -307,7 +307,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     set for each of two kinds of layers, and `rope_scaling` changes the one for full attention.
     """
     new: Mapping[str, Any] = config.get("rope_parameters") or {}
-    old: Mapping[str, Any] = config.get("rope_scaling") or {}
+    old: Mapping[str, object] = config.get("rope_scaling") or {}
     if str(config.get("model_type")) == "gemma3_text":
         full = {**(new.get("full_attention") or {}), **old}
         return {**new, "full_attention": full} if full else dict(new)
@@ -322,7 +322,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _read_rope(config: Mapping[str, Any], row: DenseFamily, head_dim: int) -> tuple[float, Llama3RopeScaling | None]:
+def _read_rope(config: Mapping[str, object], row: DenseFamily, head_dim: int) -> tuple[float, Llama3RopeScaling | None]:
     rope = rope_parameters(config)
     theta = float(rope.get("rope_theta", 10000.0))
     rope_type = rope.get("rope_type", "default")

@@ -112,7 +112,7 @@ def find_family(config: Mapping[str, Any]) -> ModelFamily | None:
     return family
 
 
-def parse_decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
+def parse_decoder_config(config: Mapping[str, object]) -> DecoderConfig:
     """The shape of a decoder of the core or of a family, by the contents of its `config.json`.
 
     Raises ValueError naming the key, its value and what is supported.
@@ -132,7 +132,7 @@ def agreed_settings(config: Mapping[str, Any]) -> Mapping[str, object]:
     return {} if found is None else found.agreed
 
 
-def vision_of(config: Mapping[str, Any]) -> VisionParts | None:
+def vision_of(config: Mapping[str, object]) -> VisionParts | None:
     """What the model reads images with, by the settings that `read_config` returns; None for a model of text."""
     family = find_family(config)
     return None if family is None else family.vision
@@ -312,7 +312,7 @@ def longest_context(config: Mapping[str, Any]) -> int:
     return min(longest, rope.get(BEFORE_SCALING) or config.get(BEFORE_SCALING) or longest)
 
 
-def end_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+def end_token_ids(path: Path, config: Mapping[str, object]) -> tuple[int, ...]:
     """The tokens at which a generator stops; `config` is what the model directory's `config.json` holds.
 
     Reads generation_config.json, which may name more end tokens than config.json, and falls back to the latter.
