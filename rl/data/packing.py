@@ -25,7 +25,7 @@ from rl.system.hf_config import num_experts, read_config
 from rl.types import Datum, Head
 
 Ints = NDArray[np.int64]
-_PADDING_DOCUMENT = 128  # most tokens of a document of padding; no model has a shorter context
+_PADDING_DOCUMENT = 128  # most tokens of a document of padding
 _SHORTEST_OPENING = 8  # a shorter one is not worth the copies of its keys and values that every document needs
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 _OTHER_ATTENTION = ("kv_lora_rank", "linear_num_key_heads", "hidden_size_per_layer_input", "enable_moe_block")
@@ -172,19 +172,20 @@ def pack_row(datums: Sequence[Datum], *, share_prefixes: bool, share_opening: bo
 def pad_row(row: PackedRow, multiple: int) -> PackedRow:
     """Pads a row to a multiple of `multiple` tokens with documents that have no scored position.
 
-    Their positions stay within the context of any model: a row may need more padding than that is long.
+    They are no longer than the row's longest document, which fits the model's context: a row may need more padding.
     """
     missing = -len(row.tokens) % multiple
     if not missing:
         return row
     padding = np.arange(missing)
-    whole, rest = divmod(missing, _PADDING_DOCUMENT)
+    longest = min(_PADDING_DOCUMENT, int(row.positions.max()) + 1)
+    whole, rest = divmod(missing, longest)
     return replace(
         row,
         tokens=np.concatenate([row.tokens, np.zeros_like(padding)]),
-        positions=np.concatenate([row.positions, padding % _PADDING_DOCUMENT]),
+        positions=np.concatenate([row.positions, padding % longest]),
         routes=padded_routes(row.routes, missing),
-        documents=(*row.documents, *[Document(_PADDING_DOCUMENT)] * whole, *[Document(rest)] * (rest > 0)),
+        documents=(*row.documents, *[Document(longest)] * whole, *[Document(rest)] * (rest > 0)),
     )
 
 

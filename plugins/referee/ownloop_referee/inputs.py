@@ -23,7 +23,7 @@ def logprobs(bench: Bench, found: Findings) -> None:
 
 @torch.no_grad()
 def _float64_scores(bench: Bench, sequences: Sequence[Sequence[int]]) -> FloatArray:
-    """As `Bench.scores`, by transformers in float64, but for norms and rotary angles, which it has in float32."""
+    """`Bench.scores` as transformers computes them in float64. Norms and rotary angles stay in float32 there."""
     from transformers import AutoModelForCausalLM  # takes seconds
 
     model: Any = AutoModelForCausalLM.from_pretrained(

@@ -72,7 +72,7 @@ class Access:
         await self._app(scope, received, send)
 
     async def _body(self, path: str, receive: Receive) -> bytes:
-        """The whole body. Raises HTTPException for one that is too large, or stops to come."""
+        """The whole body. Raises HTTPException for a body that is too large, and for one that stops coming."""
         body, more, loop = bytearray(), True, asyncio.get_running_loop()
         started = loop.time()
         while more:
@@ -80,7 +80,7 @@ class Access:
                 async with asyncio.timeout_at(started + PATIENCE_S + len(body) / SLOWEST_BYTES_PER_S):
                     message = await receive()
             except TimeoutError:
-                raise HTTPException(408, f"the body stopped to come after {len(body)} bytes") from None
+                raise HTTPException(408, f"the body stopped coming after {len(body)} bytes") from None
             body += message.get("body", b"")
             more = message["type"] == "http.request" and message.get("more_body", False)
             if len(body) > self._limits.body_bytes:  # a body that did not announce its length

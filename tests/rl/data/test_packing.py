@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -183,13 +184,10 @@ def test_padding_adds_a_document_that_holds_nothing_to_score() -> None:
     assert pad_row(row, 5) is row
 
 
-def test_positions_of_padding_stay_within_a_context() -> None:
-    tokens = np.arange(5)
+@pytest.mark.parametrize(("length", "multiple", "padding"), [(200, 500, [128, 128, 44]), (5, 22, [5, 5, 5, 2])])
+def test_positions_of_padding_stay_within_a_context(length: int, multiple: int, padding: list[int]) -> None:
+    tokens = np.arange(length)
     row = pack_row([Datum(tokens=tokens, loss_inputs={"target_tokens": tokens})], share_prefixes=True)
-    padded = pad_row(row, 300)
-    assert padded.documents == (Document(5), Document(128), Document(128), Document(39))
-    starts = np.cumsum([0, 5, 128, 128])
-    assert padded.positions.max() == 127
-    assert np.flatnonzero(padded.positions == 0).tolist() == starts.tolist()  # kernels tell documents apart by these
-    assert sum(document.num_tokens for document in padded.documents) == len(padded.tokens) == 300
-    assert pad_row(row, 261).documents == (Document(5), Document(128), Document(128))
+    padded = pad_row(row, multiple)
+    assert padded.documents == tuple(map(Document, [length, *padding]))
+    assert padded.positions.tolist() == [*tokens, *(p for each in padding for p in range(each))]
