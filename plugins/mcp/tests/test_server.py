@@ -5,20 +5,24 @@ import json
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from mcp import ClientSession, StdioServerParameters, stdio_client
 
 from ownloop_mcp.server_command import Tools
 from plugins.report.tests.reported_runs import reported_run
 
+if TYPE_CHECKING:  # the import takes a second
+    from mcp import ClientSession
+
 READ_ONLY = ["list_runs", "parity", "plan", "read_report"]
-Play = Callable[[ClientSession], Awaitable[None]]
+Play = Callable[["ClientSession"], Awaitable[None]]
 
 
 def served(runs: Path, play: Play, *options: str) -> None:
     """Lets a client play with a server of these runs."""
+    from mcp import ClientSession, StdioServerParameters, stdio_client
+
     words = ["-m", "controller.commands.cli", "mcp", "--runs", str(runs), *options]
 
     async def main() -> None:
@@ -30,7 +34,7 @@ def served(runs: Path, play: Play, *options: str) -> None:
     asyncio.run(main())
 
 
-async def called(session: ClientSession, tool: str, **arguments: Any) -> tuple[bool, str]:
+async def called(session: "ClientSession", tool: str, **arguments: Any) -> tuple[bool, str]:
     """Whether a call failed, and its text."""
     result = await session.call_tool(tool, arguments)
     return bool(result.is_error), "".join(getattr(part, "text", "") for part in result.content)
@@ -42,7 +46,7 @@ def test_a_client_reads_runs_and_plans_and_can_do_no_more(tmp_path: Path) -> Non
     folder.log_metrics({"step": 121, "loss": float("nan")})
     folder.close()
 
-    async def play(session: ClientSession) -> None:
+    async def play(session: "ClientSession") -> None:
         tools = (await session.list_tools()).tools
         assert sorted(tool.name for tool in tools) == READ_ONLY
         assert all(tool.annotations and tool.annotations.read_only_hint for tool in tools)
@@ -74,7 +78,7 @@ def test_a_client_reads_runs_and_plans_and_can_do_no_more(tmp_path: Path) -> Non
 
 @pytest.mark.slow  # it starts a run
 def test_a_client_that_may_starts_and_stops_a_run(tmp_path: Path) -> None:
-    async def play(session: ClientSession) -> None:
+    async def play(session: "ClientSession") -> None:
         tools = (await session.list_tools()).tools
         assert sorted(tool.name for tool in tools) == [*READ_ONLY, "start_run", "stop_run"]
         begun = {"recipe": "grpo_smollm2_cpu", "name": "a", "options": ["--no-such", "1"]}

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 
@@ -34,6 +33,8 @@ def pictures(folder: Path) -> list[tuple[Path, str]]:
 
 
 def as_parquet(folder: Path, *, several: bool) -> ImageRows:
+    import datasets  # takes a second
+
     made = pictures(folder / "pictures")
     images: list[Any] = [[str(file), str(file)] if several else str(file) for file, _ in made]
     kind = datasets.List(datasets.Image()) if several else datasets.Image()

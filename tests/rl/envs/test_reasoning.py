@@ -13,16 +13,19 @@ from rl.envs import reasoning
 from rl.envs.procedural import TextProblem, eval_set, train_stream
 from rl.envs.reasoning import ReasoningGym
 
-ENV = ReasoningGym(
-    task="spell_backward", params={"min_word_len": 3, "max_word_len": 4}, template="{question} ->", chat=False
-)
+
+@pytest.fixture(scope="module")
+def env() -> ReasoningGym:
+    """Importing its tasks takes a second."""
+    params = {"min_word_len": 3, "max_word_len": 4}
+    return ReasoningGym(task="spell_backward", params=params, template="{question} ->", chat=False)
 
 
-def test_train_and_eval_never_overlap() -> None:
-    eval_data = {p.id for p in ENV.eval_problems(200)}
+def test_train_and_eval_never_overlap(env: ReasoningGym) -> None:
+    eval_data = {p.id for p in env.eval_problems(200)}
     assert len(eval_data) == 200
     for seed in range(3):
-        assert eval_data.isdisjoint(p.id for p in ENV.train_problems(seed, 0, 1000))
+        assert eval_data.isdisjoint(p.id for p in env.train_problems(seed, 0, 1000))
 
 
 def test_a_template_may_have_braces_and_an_option_be_a_list() -> None:
@@ -39,10 +42,10 @@ def test_every_task_can_be_made() -> None:
         assert ReasoningGym(task=task).name == task
 
 
-def test_a_stream_is_a_function_of_seed_and_number() -> None:
-    ids = [p.id for p in ENV.train_problems(5, 0, 40)]
-    assert [p.id for p in ENV.train_problems(5, 30, 10)] == ids[30:]
-    assert [p.id for p in ENV.train_problems(6, 0, 40)] != ids
+def test_a_stream_is_a_function_of_seed_and_number(env: ReasoningGym) -> None:
+    ids = [p.id for p in env.train_problems(5, 0, 40)]
+    assert [p.id for p in env.train_problems(5, 30, 10)] == ids[30:]
+    assert [p.id for p in env.train_problems(6, 0, 40)] != ids
 
 
 @pytest.mark.stranger("D3")
@@ -70,8 +73,8 @@ def test_a_task_that_lists_its_entries_takes_little_memory(task: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 3 << 20  # KiB; a list of 2^31 entries takes 16 GB
 
 
-def test_reward_is_the_tasks_own() -> None:
-    problem = ENV.train_problems(0, 0, 1)[0]
+def test_reward_is_the_tasks_own(env: ReasoningGym) -> None:
+    problem = env.train_problems(0, 0, 1)[0]
     word = problem.id.rsplit(" ", 1)[-1]
     assert problem.reply(f" {word[::-1]}\n").reward == 1.0
     assert problem.reply("").reward < 0.5

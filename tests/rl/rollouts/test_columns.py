@@ -3,7 +3,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -91,6 +90,8 @@ def _two_turns() -> Group:
 
 
 def test_another_reader_finds_every_field(tmp_path: Path) -> None:
+    import pandas as pd  # takes a second
+
     group = _two_turns()
     (tmp_path / "a.parquet").write_bytes(parquet_bytes(groups_to_table([group])))
     frame = pd.read_parquet(tmp_path / "a.parquet")
