@@ -28,6 +28,7 @@ def check_smallest_form(name: str, options: Sequence[str] = ()) -> None:
 def check_smallest_form_here(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Runs a benchmark in this process, for those that import only what other tests import here anyway."""
     monkeypatch.setattr(sys, "argv", [name, "--smoke"])
+    monkeypatch.setattr("torch.set_num_threads", lambda number: None)  # all later tests would have as many
     importlib.import_module(module_of(name)).main()
     check_result(name, json.loads(capfd.readouterr().out.splitlines()[-1]))
 
