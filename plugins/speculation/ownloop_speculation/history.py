@@ -3,8 +3,9 @@
 A draft decides how many tokens one step checks, never which tokens are sampled. So nothing here can make a token wrong.
 
 All completions of a prompt are one array of tokens in which a negative number stands before each completion. A draft
-follows the longest context that occurs in it, at most 16 tokens: of the tokens that came after it, the
-one of the largest chances, then of what came after both, and so on. A token's chance is that with which it was sampled.
+follows the longest contexts that occur in it, at most 16 tokens: of the tokens that came after them, the one of the
+largest chances, then of what came after both, and so on. Each token that a context is shorter than the longest makes it
+count less. A token's chance is that with which it was sampled.
 Where only a short context occurs, a longer one is looked for in the newest completions of all prompts. A finished
 completion takes 5 bytes a token; the prompt is kept as a digest of 16 bytes.
 """
@@ -20,9 +21,9 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
-from ownloop_speculation.search import LONGEST, START, UNKNOWN, Chances, Place, Text, Tokens, agreement, guess
+from ownloop_speculation.search import LONGEST, START, UNKNOWN, Chances, Place, Text, Tokens, vote
 
-_ENOUGH = 3
+_ENOUGH = 2
 """Tokens of a context. Only where fewer occur, other prompts' completions are searched."""
 _NUM_RECENT = 8192
 """The newest tokens of all prompts, which are searched then."""
@@ -91,20 +92,15 @@ class Calibration:
     """The chance that a guess is right: logistic regression, which learns from every guess that was checked."""
 
     def __init__(self) -> None:
-        """Begins with what was fitted to answers of SmolLM2-135M to 20 questions."""
-        self._weights = [-2.0, 0.3, 0.1, 1.2, 0.25, 0.5, -0.75]
+        """Begins with what was fitted to answers of SmolLM2-135M to 8 questions."""
+        self._weights = [-1.8, 0.5, 0.5, 0.4, 0.3, -0.6]
 
-    def features(
-        self, context: int, seen: int, times: int, chance: float, agreed: float, *, foreign: bool
-    ) -> list[float]:
-        """Of a guess that followed `times` of the `seen` times that a context of so many tokens was found.
+    def features(self, context: int, seen: float, chance: float, agreed: float, *, foreign: bool) -> list[float]:
+        """Of a guess that `vote` has made from places of a context of so many tokens, which count `seen` together.
 
-        `chance` is the mean of what its chance was, or was at most, at these places, `agreed` its `agreement`, and
         `foreign` says that the places are in completions of other prompts.
         """
-        share = (times + 0.5) / (seen + 1)
-        by_chance, by_share, by_agreement = _log_odds(chance), _log_odds(share), _log_odds(agreed)
-        return [1.0, by_chance, by_share, math.log(context), math.log(seen), by_agreement, float(foreign)]
+        return [1.0, _log_odds(chance), _log_odds(agreed), math.log(context), math.log(seen), float(foreign)]
 
     def chance(self, features: Sequence[float]) -> float:
         """The estimated chance of such a guess."""
@@ -206,13 +202,12 @@ class History:
         places, foreign = self._search(run, most)
         run.guesses = []
         while places and len(draft.tokens) < most:
-            depth, longest = len(draft.tokens), places[-1][0]
-            following = [(tokens[depth], chances[depth]) for length, tokens, chances in places if length == longest]
-            token, times, mean = guess(following)
+            depth = len(draft.tokens)
+            token, likely, agreed, seen = vote(places, depth)
             if token < 0:  # it ended here
                 break
-            context, agreed = min(longest + depth, LONGEST), agreement(places, depth, token)
-            features = self._calibration.features(context, len(following), times, mean, agreed, foreign=foreign)
+            context = min(places[-1][0] + depth, LONGEST)
+            features = self._calibration.features(context, seen, likely, agreed, foreign=foreign)
             run.guesses.append((token, features))
             chance *= self._calibration.chance(features)
             if chance < least:

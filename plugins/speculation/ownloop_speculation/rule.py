@@ -13,6 +13,10 @@ _NUM_BENDS = 9
 """Of the curve of costs: 1 row, 2, 4 and so on, to 256."""
 _DECAY = 0.99
 """A step of 100 steps ago counts for a third."""
+_DECAY_OF_COSTS = 0.999
+"""How the costs of steps compare hardly changes."""
+_DECAY_OF_LOAD = 0.95
+"""A step of 20 steps ago counts for a third."""
 _ROWS_PER_STEP = 16.0
 """Before rows were varied: what a step costs at all is that of so many rows."""
 _MAX_DISTURBED = 4
@@ -27,12 +31,15 @@ class DraftRule:
     """Seconds of a step, and which drafts are worth theirs.
 
     A row is one token that is computed, sampled or drafted. Seconds are linear in rows between powers of two, and steps
-    with drafts take `check` more: least squares. The newest steps count most, since contexts grow.
+    with drafts take `check` more: least squares. All of it is multiplied by the load, which follows what the newest
+    steps took: contexts grow, and other work on the host takes caches and the memory's bandwidth. So steps of long ago
+    still tell how rows compare, of which some numbers are rare.
     """
 
     def __init__(self) -> None:
         """Begins with ratios that hardly count, so that all costs follow from the first step on."""
         self.curve: list[float] = [0.0] * _NUM_BENDS
+        self._load = 1.0
         self.check = self.look = self.prompt = 0.0
         """`look`: seconds of looking for the draft of one request. `prompt`: of a prompt's token but the last."""
         size = _NUM_BENDS + 1
@@ -68,25 +75,28 @@ class DraftRule:
     def costs(self) -> dict[str, float]:
         """What steps of 1, 2, 4 ... rows cost, to the most that were measured; a check, a look, a prompt's token."""
         measured = max(2, self._most_rows.bit_length())
-        curve = {f"rows_{1 << bend}": value for bend, value in enumerate(self.curve[:measured])}
-        return {**curve, "check": self.check, "look": self.look, "prompt": self.prompt}
+        curve = {f"rows_{1 << bend}": self._load * value for bend, value in enumerate(self.curve[:measured])}
+        return {**curve, "check": self._load * self.check, "look": self.look, "prompt": self.prompt}
 
     def observe_step(self, rows: int, seconds: float, *, checks: bool) -> None:
         """Counts a step without prompts. One that took more than three times what was expected was disturbed.
 
         Unless those before did so, too: then the expectation is wrong, as where so few rows were never measured.
         """
-        is_slow = self._num_steps > 8 and seconds > 3 * self.seconds(rows, checks=checks)
+        expected = self.seconds(rows, checks=checks)
+        is_slow = self._num_steps > 8 and seconds > 3 * expected
         self._num_slow = self._num_slow + 1 if is_slow else 0
         if 0 < self._num_slow <= _MAX_DISTURBED:
             return
         self._num_steps += 1
         self._most_rows = max(rows, self._most_rows)
+        if self._num_steps > 8 and not is_slow:
+            self._load *= _DECAY_OF_LOAD + (1 - _DECAY_OF_LOAD) * seconds / expected
         features = np.zeros(_NUM_BENDS + 1)
         bend, beyond = _place(rows)
         features[bend], features[bend + 1], features[-1] = 1 - beyond, beyond, checks
-        self._moments = _DECAY * self._moments + np.outer(features, features)
-        self._seconds = _DECAY * self._seconds + features * seconds
+        self._moments = _DECAY_OF_COSTS * self._moments + np.outer(features, features)
+        self._seconds = _DECAY_OF_COSTS * self._seconds + features * seconds / self._load
         if self._num_steps < 8 or self._num_steps % 8 == 0:
             moments = self._moments + self._prior
             found = np.linalg.solve(moments, self._seconds)
@@ -116,7 +126,8 @@ class DraftRule:
     def seconds(self, rows: int, *, checks: bool = False) -> float:
         """What a step of so many rows takes."""
         bend, beyond = _place(rows)
-        return self.curve[bend] + beyond * (self.curve[bend + 1] - self.curve[bend]) + self.check * checks
+        unloaded = self.curve[bend] + beyond * (self.curve[bend + 1] - self.curve[bend]) + self.check * checks
+        return self._load * unloaded
 
     def least_chance(self, running: int) -> float:
         """A chance below which drafted tokens do not pay while so many requests run: what twice the rows cost more.

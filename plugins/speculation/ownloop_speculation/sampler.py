@@ -10,6 +10,7 @@ Legend: B requests, D drafts of a request at most, R rows of logits (each reques
 the vocabulary. Written against vLLM 0.32.
 """
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from generator.cpu.sampler import draw
 
-Rows = NDArray[np.int64]
+Indices = NDArray[np.int64]
 
 
 class ExactSampler(torch.nn.Module):
@@ -52,68 +53,64 @@ class ExactSampler(torch.nn.Module):
         assert draft_probs is None
         if not metadata.max_spec_len:
             return self.sampler(logits, sampling)
-        rows = _Rows(metadata)
+        sizes = [1 + drafted for drafted in metadata.num_draft_tokens]  # rows of each request
+        first = [*itertools.accumulate(sizes, initial=0)]
+        owners = torch.tensor([request for request, size in enumerate(sizes) for _ in range(size)])
         logits = logits.to(torch.float32)
         if _changes_logits(sampling):  # of requests that are never drafted for (`Drafter`), so they have one row
-            logits[rows.first] = self.sampler.apply_logits_processors(logits[rows.first], sampling, False)
-        before = {i: each.get_state() for i, each in sampling.generators.items() if metadata.num_draft_tokens[i]}
+            logits[first[:-1]] = self.sampler.apply_logits_processors(logits[first[:-1]], sampling, False)
+        drawn = {i: (each.get_state(), draw(each, sizes[i])) for i, each in sampling.generators.items()}
+        numbers = {first[i] + depth: x for i, (_, of_rows) in drawn.items() for depth, x in enumerate(of_rows)}
         cutter: Any = self.sampler.topk_topp_sampler
         cutter.kept = None  # of the whole step
-        sampled, logprobs = self.sampler.sample(logits, rows.repeat(sampling))
+        sampled, logprobs = self.sampler.sample(logits, _by_row(sampling, owners, numbers))
         sampled = sampled.long()
-        counts, num_tokens = rows.count(metadata.draft_token_ids, sampled)
-        for request, state in before.items():  # the random numbers of rejected rows are drawn again
-            sampling.generators[request].set_state(state)
-            for _ in range(int(num_tokens[request])):
-                draw(sampling.generators[request])
+        num_tokens = _count(metadata, sampled)
+        for request, (state, _) in drawn.items():  # the random numbers of rejected rows are drawn again
+            if num_tokens[request] < sizes[request]:
+                sampling.generators[request].set_state(state)
+                draw(sampling.generators[request], num_tokens[request])
+        counts = np.array([depth < most for size, most in zip(sizes, num_tokens, strict=True) for depth in range(size)])
         if cutter.kept is not None:
             cutter.kept = _counted_masks(cutter.kept, counts, num_tokens)
         width = metadata.max_spec_len + 1
-        places = rows.owners * width + rows.depth
-        tokens = np.full(len(num_tokens) * width, -1, dtype=np.int32)
+        places = np.array([request * width + depth for request, size in enumerate(sizes) for depth in range(size)])
+        tokens = np.full(len(sizes) * width, -1, dtype=np.int32)
         tokens[places[counts]] = sampled.numpy()[counts]
         tensors = None
         if sampling.max_num_logprobs is not None:
             assert logprobs is not None
             found = self.sampler.gather_logprobs(logprobs, sampling.max_num_logprobs, sampled)
-            tensors = _placed(found, torch.from_numpy(places), len(tokens))
-        tokens = torch.from_numpy(tokens).view(-1, width)
-        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=tensors)
-
-
-class _Rows:
-    """Which row of logits belongs to which request."""
-
-    def __init__(self, metadata: SpecDecodeMetadata) -> None:
-        per_request = np.array(metadata.num_draft_tokens) + 1  # [B]
-        self.first: Rows = per_request.cumsum() - per_request  # [B]
-        self.owners: Rows = np.arange(len(per_request)).repeat(per_request)  # [R]
-        self.depth: Rows = np.arange(len(self.owners)) - self.first[self.owners]  # [R]: drafts before a row
-        self._drafted = metadata.target_logits_indices.numpy()  # [R - B]
-
-    def repeat(self, sampling: SamplingMetadata) -> SamplingMetadata:
-        """The requests' parameters, row by row. The rows of a request draw one after the other."""
-        processors: Any = LogitsProcessors()
-        owners, generators = torch.from_numpy(self.owners), sampling.generators
-        processors.argmax_invariant = [_ByRow(each, owners) for each in sampling.logitsprocs.argmax_invariant]
-        return replace(
-            sampling,
-            temperature=None if sampling.temperature is None else sampling.temperature[owners],
-            top_k=None if sampling.top_k is None else sampling.top_k[owners],
-            top_p=None if sampling.top_p is None else sampling.top_p[owners],
-            generators={
-                row: generators[owner] for row, owner in enumerate(self.owners.tolist()) if owner in generators
-            },
-            logitsprocs=processors,
+            tensors = _placed(found, places, len(tokens))
+        return SamplerOutput(
+            sampled_token_ids=torch.from_numpy(tokens).view(-1, width),
+            logprobs_tensors=tensors,
         )
 
-    def count(self, drafts: Tensor, sampled: Tensor) -> tuple["np.ndarray[Any, Any]", Rows]:
-        """Whether each row counts [R], because all drafts before it were sampled; and how many of a request do [B]."""
-        misses = np.ones(len(self.owners), dtype=np.int64)
-        misses[self._drafted] = drafts.numpy() != sampled.numpy()[self._drafted]
-        before = misses.cumsum() - misses
-        counts = before == before[self.first][self.owners]
-        return counts, np.add.reduceat(counts, self.first, dtype=np.int64)
+
+def _by_row(sampling: SamplingMetadata, owners: Tensor, numbers: Any) -> SamplingMetadata:
+    """The parameters of requests, for rows with these owners [R] and random numbers."""
+    processors: Any = LogitsProcessors()
+    processors.argmax_invariant = [_ByRow(each, owners) for each in sampling.logitsprocs.argmax_invariant]
+    return replace(
+        sampling,
+        temperature=None if sampling.temperature is None else sampling.temperature[owners],
+        top_k=None if sampling.top_k is None else sampling.top_k[owners],
+        top_p=None if sampling.top_p is None else sampling.top_p[owners],
+        generators=numbers,
+        logitsprocs=processors,
+    )
+
+
+def _count(metadata: SpecDecodeMetadata, sampled: Tensor) -> list[int]:
+    """How many sampled tokens of each request count [B]: those that were drafted, and one more."""
+    drafts, tokens = iter(metadata.draft_token_ids.tolist()), iter(sampled.tolist())
+    found: list[int] = []
+    for size in metadata.num_draft_tokens:
+        draft, of_request = [*itertools.islice(drafts, size)], [*itertools.islice(tokens, size + 1)]
+        right = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(draft, of_request, strict=False))
+        found.append(1 + sum(1 for _ in right))
+    return found
 
 
 class _ByRow:
@@ -147,20 +144,23 @@ def _changes_logits(sampling: SamplingMetadata) -> bool:
     )
 
 
-def _placed(found: LogprobsTensors, places: Tensor, size: int) -> LogprobsTensors:
+def _placed(found: LogprobsTensors, places: Indices, size: int) -> LogprobsTensors:
     """Log-probs by row, at the places of their tokens in [B x (D + 1)], of which vLLM takes those with a token."""
 
     def place(rows: Tensor) -> Tensor:
-        return rows.new_zeros((size, *rows.shape[1:])).index_copy_(0, places, rows)
+        values = rows.numpy()
+        placed = np.zeros((size, *values.shape[1:]), values.dtype)
+        placed[places] = values
+        return torch.from_numpy(placed)
 
     return LogprobsTensors(place(found.logprob_token_ids), place(found.logprobs), place(found.selected_token_ranks))
 
 
-def _counted_masks(
-    kept: SamplingMaskLists, counts: "np.ndarray[Any, Any]", num_tokens: "np.ndarray[Any, Any]"
-) -> SamplingMaskLists:
+def _counted_masks(kept: SamplingMaskLists, counts: NDArray[np.bool_], num_tokens: list[int]) -> SamplingMaskLists:
     """The kept sets of the rows that count, by request."""
     assert kept.offsets is not None
     sizes = np.diff(kept.offsets)
     offsets = np.concatenate(([0], sizes[counts].cumsum()))
-    return SamplingMaskLists(kept.token_ids[np.repeat(counts, sizes)], offsets, [0, *num_tokens.cumsum().tolist()])
+    return SamplingMaskLists(
+        kept.token_ids[np.repeat(counts, sizes)], offsets, [*itertools.accumulate(num_tokens, initial=0)]
+    )

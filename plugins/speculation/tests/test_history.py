@@ -1,14 +1,13 @@
 """What the history drafts, against a search in plain Python; and that it forgets."""
 
 import sys
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from ownloop_speculation.history import Calibration, Draft, History
-from ownloop_speculation.search import Text, agreement
+from ownloop_speculation.search import Text, vote
 
 PROMPT = [1, 2, 3]
 
@@ -24,27 +23,28 @@ def completion(
 
 def searched(texts: Sequence[Sequence[int]], context: Sequence[int], most: int) -> list[int]:
     """The draft, found by looking at every place of every text, the newest text last."""
-    for length in range(min(16, len(context)), 0, -1):
-        end = tuple(context[-length:])
-        found = [
-            (text, i + length)
-            for text in texts
-            for i in range(len(text) - length)
-            if tuple(text[i : i + length]) == end
-        ]
-        found = [(text, place) for text, place in found if text[place] >= 0]
-        if found:
-            break
-    else:
-        return []
+    places: list[tuple[int, Sequence[int]]] = []
+    for text in texts:
+        for place in range(1, len(text)):
+            length = 0
+            while length < min(16, len(context), place) and text[place - 1 - length] == context[-1 - length]:
+                length += 1
+            if length and text[place] >= 0:
+                places.append((length, text[place:]))
+    if any(length > 1 for length, _ in places):
+        places = [place for place in places if place[0] > 1]
+    places = sorted(places, key=lambda place: place[0])[-16:]
     draft: list[int] = []
-    while found and len(draft) < most:
-        following = [text[place] if place < len(text) else -1 for text, place in found]
-        guess = Counter(reversed(following)).most_common(1)[0][0]
+    while places and len(draft) < most:
+        votes = dict[int, float]()
+        for length, text in reversed(places):
+            token = text[len(draft)] if len(draft) < len(text) else -1
+            votes[token] = votes.get(token, 0.0) + 0.6 ** (places[-1][0] - length)
+        guess = max(votes, key=votes.__getitem__)
         if guess < 0:
             break
+        places = [(length, text) for length, text in places if text[len(draft) : len(draft) + 1] == [guess]]
         draft.append(guess)
-        found = [(text, place + 1) for (text, place), token in zip(found, following, strict=True) if token == guess]
     return draft
 
 
@@ -93,13 +93,16 @@ def test_another_prompts_completions_are_followed_where_the_own_have_a_short_con
         assert history.draft(f"{before}", 1, 0.0).tokens == [expected]
 
 
-def test_agreement_counts_places_of_shorter_contexts_less() -> None:
+def test_places_of_shorter_contexts_count_less() -> None:
     places = Text([(np.array([1, 5, 7, 2, 5, 8, 3, 2, 5, 7], np.int32), np.full(10, 255, np.uint8))]).find([1, 2, 5], 1)
     assert [(length, tokens) for length, tokens, _ in places] == [(2, [8]), (2, [7])]
     text = Text([(np.array([5, 7, 2, 5, 8], np.int32), np.full(5, 255, np.uint8))])
     assert [place[0] for place in text.find([3, 5], 1)] == [1, 1]
-    placed = [(1, [7], [255]), (3, [8], [255]), (4, [7], [255])]
-    assert agreement(placed, 0, 7) == pytest.approx((0.3 + 0.6**3 + 1) / (0.6 + 0.6**3 + 0.6 + 1))
+    placed = [(1, [7], [51]), (3, [8], [255]), (4, [7], [204])]
+    total = 0.6**3 + 0.6 + 1
+    chance = (0.6**3 * 0.2 + 0.8) / total  # 8 was certain, so 7 had no chance there
+    assert vote(placed, 0) == pytest.approx((7, chance, (0.3 + 0.6**3 + 1) / (0.6 + total), total))
+    assert vote([(4, [8], [255]), *placed], 0)[0] == 8
 
 
 def test_own_drafts_come_from_prompt_and_completion_alone() -> None:
@@ -144,11 +147,11 @@ def test_tokens_that_were_sampled_with_larger_chances_are_drafted() -> None:
 def test_chances_become_what_was_observed() -> None:
     for rate in (0.2, 0.9):
         calibration, rng = Calibration(), np.random.default_rng(0)
-        features = calibration.features(5, 3, 2, 0.5, 0.6, foreign=False)
+        features = calibration.features(5, 3, 0.5, 0.6, foreign=False)
         for hit in rng.random(4000) < rate:
             calibration.observe(features, hit=bool(hit))
         assert calibration.chance(features) == pytest.approx(rate, abs=0.05)
-        assert calibration.chance(calibration.features(5, 3, 3, 0.9, 0.9, foreign=False)) > calibration.chance(features)
+        assert calibration.chance(calibration.features(5, 3, 0.9, 0.9, foreign=False)) > calibration.chance(features)
 
 
 def test_the_newest_three_versions_of_a_prompt_are_kept() -> None:
