@@ -65,8 +65,16 @@ def find(kind: str, name: str, wanted: type[T]) -> T | None:
     `wanted` is the part's class, or `type[X]` for a part that is itself a subclass of X. Raises ValueError, naming the
     plug-in and the cause, for a part that cannot be loaded or is something else.
     """
-    entry = next(iter(entry_points(group=f"ownloop.{kind}", name=name)), None)
-    return None if entry is None else load(entry, wanted)
+    entry = _entry(kind, name, tuple(sys.path))
+    if entry is None:
+        _entry.cache_clear()  # it may be installed by the next try
+        return None
+    return load(entry, wanted)
+
+
+@functools.cache
+def _entry(kind: str, name: str, _path: tuple[str, ...]) -> EntryPoint | None:
+    return next(iter(entry_points(group=f"ownloop.{kind}", name=name)), None)
 
 
 def load_all(kind: str, wanted: type[T]) -> dict[str, T]:
@@ -116,7 +124,7 @@ def named_by(kind: str) -> dict[str, str]:
 
 def owner_of(kind: str, name: str) -> str:
     """The installed distribution that has this entry point; empty if none has."""
-    found = next(iter(entry_points(group=f"ownloop.{kind}", name=name)), None)
+    found = _entry(kind, name, tuple(sys.path))
     return found.dist.name if found is not None and found.dist is not None else ""
 
 
@@ -138,6 +146,7 @@ def clear() -> None:
     """Forgets which parts there are."""
     _load_all.cache_clear()
     installed.cache_clear()
+    _entry.cache_clear()
     _broken.clear()
 
 

@@ -3,6 +3,7 @@
 import gc
 import sys
 import weakref
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ from rl.system.hardware import import_and_freeze, without_garbage_collection, wi
 
 
 @pytest.fixture(scope="module", autouse=True)
-def collector_passes_over_imports() -> None:
-    """Here the collector is what is tested."""
+def collector_passes_over_imports() -> Generator[None]:
+    """Here the collector is what is tested. Afterwards it passes over all that was imported again."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def test_the_collector_is_as_before_after_the_block() -> None:
