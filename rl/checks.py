@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from rl.system.plugins import why_absent, why_not_imported
 
@@ -108,7 +108,7 @@ def prompt_fault(value: object) -> str:
     return ""
 
 
-def are_parts(content: object) -> bool:
+def are_parts(content: object) -> TypeGuard[list[dict[str, object] | str]]:
     """Whether the content of a message is a list of texts and images."""
     parts = cast("list[object]", content) if isinstance(content, list) else []
     names = "text", "refusal", "thinking"

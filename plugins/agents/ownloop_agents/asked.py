@@ -64,7 +64,7 @@ def limit_tokens(request: Any, most: int) -> None:
         request.min_tokens = 0  # the endpoint's sampling has none, and vLLM compares it with the limit
 
 
-def check_request(request: Any) -> None:
+def check_request(request: object) -> None:
     """Raises ValueError for a request whose tokens could not be captured as one call."""
     asks = partial(getattr, request)
     refused = {
@@ -83,14 +83,14 @@ def check_request(request: Any) -> None:
             raise ValueError(f"{name} is {value!r}, which an agent's endpoint does not take; {instead}")
 
 
-def check_tools(request: Any) -> None:
+def check_tools(request: object) -> None:
     """Raises ValueError for tools that no program runs."""
     for tool in getattr(request, "tools", None) or ():
         if tool.type != "function":
             raise ValueError(f"tools has one of type {tool.type!r}; only 'function' is taken, for programs that run it")
 
 
-def whole_parts(body: Any) -> Any:
+def whole_parts(body: object) -> Any:
     """A request whose messages vLLM shows whole. Raises ValueError, naming the part, for what it would leave out.
 
     Of an answer in several parts, vLLM shows the first in Responses; here they are one.
@@ -110,7 +110,7 @@ def whole_parts(body: Any) -> Any:
     return body
 
 
-def _check_parts(content: Any) -> None:
+def _check_parts(content: object) -> None:
     for part in content if isinstance(content, list) else ():
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         if kind == "tool_result":
@@ -119,7 +119,7 @@ def _check_parts(content: Any) -> None:
             raise ValueError(f"a message has a part of type {kind!r}; this endpoint takes text only")
 
 
-def wants_form(request: Any) -> bool:
+def wants_form(request: object) -> bool:
     """Whether the program wants an answer of a certain form, so that vLLM forbids other tokens."""
     chosen = getattr(request, "tool_choice", None)
     # chat completions and Responses name the field differently

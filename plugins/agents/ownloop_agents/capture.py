@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import vllm
+from pydantic import BaseModel
+from vllm.config import ModelConfig
 from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
@@ -28,6 +30,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.parser.abstract_parser import Parser
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind
@@ -53,15 +56,15 @@ class _Now:
     session: SessionRequest
     request: Any = None
     constrained: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    options: Mapping[str, object] = field(default_factory=dict[str, object])
     """The options of the chat template."""
     conversation: list[Message] = field(default_factory=list[Message])
     prompt: Prompt | None = None
-    parser_class: Any = None
+    parser_class: type[Parser] | None = None
     record: CallRecord | None = None
 
     @property
-    def context(self) -> list[Any]:
+    def context(self) -> list[tuple[str, object]]:
         """What the digests of the conversation begin with."""
         return sorted((name, value) for name, value in self.options.items() if name not in _NOT_CONTEXT and value)
 
@@ -75,7 +78,7 @@ class _Sampled:
 
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
-    masks: list[Any] = field(default_factory=list[Any])
+    masks: list[object] = field(default_factory=list[object])
     """vLLM's form of the tokens that a cut left."""
     text: str = ""
 
@@ -95,9 +98,9 @@ class _Template:
 
     encoder: TextEncoder
     stops: frozenset[int]
-    model_config: Any
+    model_config: ModelConfig
     tokenizer: Any
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
 
     def render(self, conversation: Sequence[Message], *, opened: bool) -> str:
         """The conversation as text; `opened` for an answer to follow."""
@@ -114,7 +117,7 @@ class _Template:
 class CapturingRenderer(OnlineRenderer):
     """Continues a session's exact tokens where a request continues its messages."""
 
-    async def preprocess_chat(self, request: Any, messages: list[Any], *args: Any, **options: Any) -> Any:
+    async def preprocess_chat(self, request: object, messages: list[Any], *args: Any, **options: Any) -> Any:
         """As vLLM's, with the prompt's tokens replaced. Raises ValueError for what cannot be captured exactly."""
         check_tools(request)  # before vLLM renders: an error costs nothing
         now = _NOW.get()
@@ -147,7 +150,7 @@ class CapturingRenderer(OnlineRenderer):
         defaults = {**(options["default_template_kwargs"] or {}), "tools": options["tool_dicts"], "tokenize": False}
         chat = request.build_chat_params(options["default_template"], options["default_template_content_format"])
         shown = chat.with_defaults(defaults).get_apply_chat_template_kwargs()
-        tokenizer: Any = self.renderer.tokenizer
+        tokenizer = self.renderer.get_tokenizer()
         model = Path(self.model_config.model)
         # some models end a turn with another token than their tokenizer says
         stops = {*end_token_ids(model, read_config(model)), tokenizer.eos_token_id} - {None}
@@ -158,7 +161,7 @@ class CapturingClient(EngineClient):
     """Samples as the session says, and makes the record of a call."""
 
     def generate(
-        self, prompt: Any, sampling_params: vllm.SamplingParams, request_id: str, **options: Any
+        self, prompt: object, sampling_params: vllm.SamplingParams, request_id: str, **options: object
     ) -> AsyncGenerator[RequestOutput]:
         """The outputs of one request."""
         now = _NOW.get()
@@ -186,11 +189,10 @@ class CapturingClient(EngineClient):
 
     def _record(self, now: _Now, sampled: _Sampled, last: CompletionOutput) -> CallRecord:
         assert now.prompt is not None
-        tokenizer: Any = self.renderer.tokenizer
+        tokenizer = self.renderer.get_tokenizer()
         new, ours = now.prompt.tokens[now.prompt.num_earlier :], now.session.sampling  # the parent has the rest
         kept = kept_sets(sampled.masks) if sampled.masks and ours.cuts and ours.temperature > 0 else None
         answer = self._answer(now, sampled.text, sampled.tokens)
-        finish_reason: Any = last.finish_reason
         return CallRecord(
             parent=now.prompt.parent,
             how=now.prompt.how,
@@ -205,7 +207,7 @@ class CapturingClient(EngineClient):
                 for _ in range(span.start, span.end)
             ),
             text=tokenizer.decode(sampled.tokens),
-            finish_reason=finish_reason,
+            finish_reason="stop" if last.finish_reason == "stop" else "length",
             kept=None if kept is None else [kept.part(n, n + 1).ids.tolist() for n in range(len(kept))],
             # of everything up to and with this answer, for the next request to find
             digest=digests([*now.conversation, answer], now.context)[-1],
@@ -217,7 +219,7 @@ class CapturingClient(EngineClient):
         if now.parser_class is None:
             return {"role": "assistant", "content": text}  # without a parser the text is the content
         assert now.prompt is not None
-        tokenizer, tools = self.renderer.tokenizer, now.request.tools
+        tokenizer, tools = self.renderer.get_tokenizer(), now.request.tools
         options = dict(now.options)
         parser = now.parser_class(tokenizer, tools, model_config=self.model_config, chat_template_kwargs=options)
         # some parsers need to know whether the prompt has opened a thought
@@ -240,7 +242,7 @@ class CapturingServing(OpenAIServing):
         chat: Any = self._chat
         if chat.online_renderer.use_harmony:
             raise ValueError("gpt-oss is not supported at an agent's endpoint; train it with an environment of rl.envs")
-        options: Any = {**self.template, "online_renderer": chat.online_renderer}
+        options = {**self.template, "online_renderer": chat.online_renderer}
         responses = OpenAIServingResponses(chat.engine_client, chat.models, **options)
         messages = AnthropicServingMessages(chat.engine_client, chat.models, "assistant", **options)
         parser = _lenient(chat.parser_cls)  # the one that all three, and the records, were given
@@ -289,13 +291,13 @@ def _lenient(parser_class: Any) -> Any:
         return None
 
     class Lenient(parser_class):
-        def parse(self, model_output: str, *args: Any, **options: Any) -> Any:
+        def parse(self, model_output: str, *args: object, **options: object) -> Any:
             try:
                 return super().parse(model_output, *args, **options)
             except Exception:
                 return None, model_output, None
 
-        def parse_delta(self, delta_text: str, *args: Any, **options: Any) -> Any:
+        def parse_delta(self, delta_text: str, *args: object, **options: object) -> Any:
             try:
                 return super().parse_delta(delta_text, *args, **options)
             except Exception:
@@ -307,19 +309,19 @@ def _lenient(parser_class: Any) -> Any:
 class _WithoutNulls:
     """An answer whose empty fields are left out, as Anthropic's clients expect."""
 
-    def __init__(self, result: Any) -> None:
+    def __init__(self, result: BaseModel) -> None:
         self._result = result
 
-    def model_dump(self, **options: Any) -> Any:
+    def model_dump(self, mode: str) -> dict[str, object]:
         """Plain values."""
-        return self._result.model_dump(exclude_none=True, **options)
+        return self._result.model_dump(mode=mode, exclude_none=True)
 
     def model_dump_json(self) -> str:
         """JSON."""
         return str(self._result.model_dump_json(exclude_none=True))
 
 
-async def _with_record(events: AsyncGenerator[Any], now: _Now, context: contextvars.Context) -> AsyncGenerator[str]:
+async def _with_record(events: AsyncGenerator[object], now: _Now, context: contextvars.Context) -> AsyncGenerator[str]:
     """The events of a stream as text. The record follows as soon as all is sampled, before the client can know of it.
 
     vLLM looks at context variables while events are taken, so each is taken in the request's own context.
@@ -341,5 +343,5 @@ def _as_event(event: Any) -> str:
     return f"event: {event.type}\ndata: {event.model_dump_json(by_alias=True)}\n\n"
 
 
-async def _next(events: AsyncGenerator[Any]) -> Any:
+async def _next(events: AsyncGenerator[object]) -> object:
     return await anext(events, None)

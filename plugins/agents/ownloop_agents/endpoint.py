@@ -348,7 +348,7 @@ def _read(body: bytes) -> tuple[int, str]:
     return text, name if isinstance(name, str) else "policy"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items() if name not in _IDS}
     return [_plain(item) for item in value] if isinstance(value, list) else value

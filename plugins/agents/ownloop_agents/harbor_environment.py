@@ -25,18 +25,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 # the package's files without its `__init__`, which imports what Harbor's Python does not have
-_PACKAGE: Any = ModuleType("ownloop_sandbox")
+_PACKAGE = ModuleType("ownloop_sandbox")
 _PACKAGE.__path__ = [os.environ["OWNLOOP_SANDBOX"]]
 sys.modules.setdefault("ownloop_sandbox", _PACKAGE)
-box: Any = importlib.import_module("ownloop_sandbox.box")
-ways: Any = importlib.import_module("ownloop_sandbox.ways")
+box = importlib.import_module("ownloop_sandbox.box")
+ways = importlib.import_module("ownloop_sandbox.ways")
 
 KEPT = ("/app", "/workspace", "/logs/agent", "/logs/artifacts")
 _MADE = ("/logs", "/logs/verifier", "/tests", "/solution", "/root", "/installed-agent", *KEPT)
 _TESTS = "/tests"
 _LIMITS = ways.Limits(memory_bytes=8 << 30, num_processes=512, scratch_bytes=4 << 30, num_files=200_000, num_open=4096)
-_BASE: Any = importlib.import_module("harbor.environments.base")
-_CAPABILITIES: Any = importlib.import_module("harbor.environments.capabilities")
+_BASE = importlib.import_module("harbor.environments.base")
+_CAPABILITIES = importlib.import_module("harbor.environments.capabilities")
 
 
 class BoxEnvironment(_BASE.BaseEnvironment):

@@ -55,11 +55,11 @@ class Proof:
         result: Any = unittest.result.TestResult
         add, make = result.addSkip, loader._make_skipped_test
 
-        def add_skip(tests: Any, test: Any, reason: str) -> None:
+        def add_skip(tests: object, test: object, reason: str) -> None:
             self.doubt(sys.exc_info()[1])
             add(tests, test, reason)
 
-        def make_skipped(name: str, error: Exception, suite: Any) -> Any:
+        def make_skipped(name: str, error: Exception, suite: object) -> object:
             self.doubt(error)
             return make(name, error, suite)
 
@@ -76,7 +76,7 @@ class Proof:
         self.finished += report.when == "teardown"
         self.passed += report.when == "call" and report.passed and not hasattr(report, "wasxfail")
 
-    def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
+    def pytest_runtest_makereport(self, item: object, call: Any) -> None:
         """Sees why a test was skipped or expected to fail."""
         del item
         if call.excinfo is not None and type(call.excinfo.value).__name__ in ("Skipped", "XFailed", "SkipTest"):
@@ -86,7 +86,7 @@ class Proof:
         """The status. A module that is skipped as a whole counts as a test of it, by the hook below."""
 
         @pytest.hookimpl(hookwrapper=True)
-        def pytest_make_collect_report(collector: Any) -> Any:
+        def pytest_make_collect_report(collector: object) -> Any:
             del collector
             call = (yield).get_result().call
             if call.excinfo is not None:

@@ -61,7 +61,7 @@ class OpenSession:
     places: asyncio.Semaphore = field(init=False)
     running: set[asyncio.Future[Any]] = field(default_factory=set[asyncio.Future[Any]])
     """What requests wait for now."""
-    answering: set[AsyncGenerator[Any]] = field(default_factory=set[AsyncGenerator[Any]])
+    answering: set[AsyncGenerator[object]] = field(default_factory=set[AsyncGenerator[object]])
     ended: bool = False
 
     def __post_init__(self) -> None:

@@ -88,7 +88,7 @@ class Calls:
 
     file: str
     name: str
-    cases: Sequence[tuple[Sequence[Any], Any]]
+    cases: Sequence[tuple[Sequence[object], object]]
     """Arguments, and the expected value."""
     time_limit_s: float = 60.0
 
@@ -118,7 +118,7 @@ os._exit(0)
 """
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     """Whether two values of JSON are equal, with types: 1 is not true."""
     if isinstance(one, list) and isinstance(other, list):
         both: zip[tuple[Any, Any]] = zip(one, other, strict=False)

@@ -84,7 +84,7 @@ def whole_tokens(earlier: Sequence[EarlierCall], index: int) -> list[int]:
     return np.concatenate(parts[::-1]).tolist()
 
 
-def digests(conversation: Sequence[Message], context: Any) -> list[str]:
+def digests(conversation: Sequence[Message], context: object) -> list[str]:
     """[M + 1] for every number of messages, from 0, a digest of so many messages after `context`, such as tools.
 
     Two messages are the same if role, stripped text, reasoning and tool calls are: ids and the form of JSON do not
@@ -106,7 +106,7 @@ def digests(conversation: Sequence[Message], context: Any) -> list[str]:
 def find_prompt(
     rendered: Sequence[int],
     conversation: Sequence[Message],
-    context: Any,
+    context: object,
     earlier: Sequence[EarlierCall],
     template: Template | None,
 ) -> Prompt:
@@ -207,7 +207,7 @@ def _plain(message: Message) -> dict[str, Any]:
     return {"role": message["role"], "content": content.strip(), "reasoning": reasoning.strip(), "calls": calls}
 
 
-def _plain_call(function: Mapping[str, Any]) -> list[Any]:
+def _plain_call(function: Mapping[str, Any]) -> list[object]:
     arguments = function["arguments"]
     if isinstance(arguments, str):
         # a model wrote it; what is no JSON is compared as it stands
@@ -223,6 +223,6 @@ def _merged(run: dict[str, Any] | None, plain: dict[str, Any]) -> dict[str, Any]
     return {name: plain[name] if name == "role" else run[name] + plain[name] for name in plain}
 
 
-def _hash(before: str, value: Any) -> str:
+def _hash(before: str, value: object) -> str:
     text = json.dumps([before, value], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

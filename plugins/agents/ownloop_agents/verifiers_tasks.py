@@ -66,7 +66,7 @@ class VerifiersTasks:
     or on PATH."""
     config: Mapping[str, Any]
     """What verifiers calls the env: `taskset`, `agent` with its harness and runtime, and so on, by its own names."""
-    held_out: Mapping[str, Any] | None = None
+    held_out: Mapping[str, object] | None = None
     """Options of `taskset` for held-out tasks, such as {"split": "test"}. None holds a tenth of all tasks out."""
     max_tasks: int = 10_000
     """Tasks that are read of the taskset, which may be endless."""

@@ -20,10 +20,10 @@ from typing import Any
 class ServedEnvironment:
     """One environment and the tasks that were read from it so far."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, object]) -> None:
         """Raises what verifiers raises for a configuration that it does not accept."""
-        loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
-        self._clients: Any = importlib.import_module("verifiers.v1.clients")
+        loaders = importlib.import_module("verifiers.v1.utils.loaders")
+        self._clients = importlib.import_module("verifiers.v1.clients")
         self.env = loaders.load_environment(loaders.resolve_env_config(config))
         agents = importlib.import_module("verifiers.v1.configs.agent").agent_config_fields(self.env.config)
         for name, part in {"the environment": self.env.config, **agents}.items():
@@ -39,7 +39,7 @@ class ServedEnvironment:
         self._tasks += itertools.islice(self._unread, max(0, count - len(self._tasks)))
         return [{"id": task.key, "prompt": _text(task.data.prompt)} for task in self._tasks[:count]]
 
-    async def play(self, index: int, base_url: str, key: str) -> dict[str, Any]:
+    async def play(self, index: int, base_url: str, key: str) -> dict[str, object]:
         """An episode of a task, whose model is at `base_url`. Each agent's requests name `key` and its number."""
         clients, numbers = self._clients, itertools.count()
         self.tasks(index + 1)
@@ -69,14 +69,14 @@ class ServedEnvironment:
         gone.cancel()
         writer.close()
 
-    async def _do(self, request: dict[str, Any]) -> Any:
+    async def _do(self, request: dict[str, Any]) -> object:
         try:
             return self.tasks(request["tasks"]) if "tasks" in request else await self.play(**request)
         except Exception as error:  # of the environment
             return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _outcome(episode: Any) -> dict[str, Any]:
+def _outcome(episode: Any) -> dict[str, object]:
     """The mean reward of the episode's traces, or its error."""
     traces = episode.traces
     errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]

@@ -38,17 +38,19 @@ class BitwiseAdapters:
             self._packed.clear()
         return activated
 
-    def _update_metadata(self, *args: Any, **kwargs: Any) -> None:
+    def _update_metadata(self, *args: object, **kwargs: object) -> None:
         self._update(*args, **kwargs)
         self._tokens = _by_slot(self._wrapper.token_lora_indices)
         self._samples = _by_slot(self._wrapper.sampler_indices)
 
     def _add_lora_linear(
-        self, y: Tensor, x: Tensor, a_stacked: Sequence[Tensor], b_stacked: Sequence[Tensor], *_: Any, **__: Any
+        self, y: Tensor, x: Tensor, a_stacked: Sequence[Tensor], b_stacked: Sequence[Tensor], *_: object, **__: object
     ) -> None:
         self._add(y, x, self._tokens, a_stacked, b_stacked)
 
-    def _add_lora_logits(self, y: Tensor, x: Tensor, a_stacked: Tensor, b_stacked: Tensor, *_: Any, **__: Any) -> None:
+    def _add_lora_logits(
+        self, y: Tensor, x: Tensor, a_stacked: Tensor, b_stacked: Tensor, *_: object, **__: object
+    ) -> None:
         self._add(y[:, : b_stacked.shape[2]], x, self._samples, [a_stacked], [b_stacked])
 
     def _add(

@@ -32,7 +32,7 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: ops.Packed) -> Tensor:
     """x [..., K] -> [..., N]; `packed` is the packed weight [N, K]."""
-    y: Any = _Linear.apply(x, weight, bias, packed)
+    y: Tensor = _Linear.apply(x, weight, bias, packed)
     return y
 
 
@@ -78,7 +78,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
     """x [..., D] normalised, times weight [D] + shift."""
-    y: Any = _RMSNorm.apply(x, weight, eps, shift)
+    y: Tensor = _RMSNorm.apply(x, weight, eps, shift)
     return y
 
 
@@ -100,7 +100,7 @@ class _GateMul(torch.autograd.Function):
 
 def gate_mul(gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
     """As `ops.gate_mul`."""
-    y: Any = _GateMul.apply(gate, up, gelu)
+    y: Tensor = _GateMul.apply(gate, up, gelu)
     return y
 
 
@@ -119,7 +119,7 @@ class _Rotate(torch.autograd.Function):
 
 def rotate(x: Tensor, table: Tensor, positions: Tensor, *, neighbours: bool) -> Tensor:
     """x [1, L, heads, D] at positions [L]; see `ops.rotate`."""
-    y: Any = _Rotate.apply(x, table, positions, neighbours)
+    y: Tensor = _Rotate.apply(x, table, positions, neighbours)
     return y
 
 
@@ -160,5 +160,5 @@ def attend(
     ordinary: Attention,
 ) -> Tensor:
     """q [1, L, heads, D], k and v [1, L, groups, D] -> [1, L, heads, D]; `ordinary` computes the same in PyTorch."""
-    y: Any = _Attend.apply(q, k, v, sequences, scale, window, cap, ordinary)
+    y: Tensor = _Attend.apply(q, k, v, sequences, scale, window, cap, ordinary)
     return y

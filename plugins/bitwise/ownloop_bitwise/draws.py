@@ -18,7 +18,7 @@ def draw_by_position(runner: Any) -> None:
     """Has the sampler of a model runner draw so. Rows with one generator are of one request, in order."""
     sample = runner.sampler.sample
 
-    def positioned(logits: Tensor, metadata: SamplingMetadata, *args: Any, **options: Any) -> Any:
+    def positioned(logits: Tensor, metadata: SamplingMetadata, *args: object, **options: object) -> Any:
         batch, depth = runner.input_batch, Counter[int]()
         owners = {id(generator): row for row, generator in batch.generators.items()}
         generators: dict[int, torch.Generator] = {}

@@ -1,7 +1,6 @@
 """The row of the engine `bitwise`, and which configurations it trains. Imports neither torch nor torchtitan."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from ownloop_bitwise.shape import as_llama, check_host, refused_on_gpus, shape_of
 from rl.system.hardware import sees_gpu
@@ -21,7 +20,7 @@ _ONE_VALUE: Mapping[str, tuple[object, str]] = {
 }
 
 
-def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
+def check_layout(config: TrainerConfig, hf_config: Mapping[str, object]) -> ModelLimits:
     """The engine's `LayoutCheck`."""
     for name, (accepted, reason) in _ONE_VALUE.items():
         if (found := getattr(config, name)) != accepted:

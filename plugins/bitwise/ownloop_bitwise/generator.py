@@ -60,7 +60,7 @@ def compute_bitwise(engine: LLMEngine, shape: BitwiseDecoder) -> None:
     draw_by_position(runner)
 
 
-def _change(name: str, layer: Any, shape: BitwiseDecoder, num_positions: int, device: torch.device) -> None:
+def _change(name: str, layer: nn.Module, shape: BitwiseDecoder, num_positions: int, device: torch.device) -> None:
     """Has one layer of the model compute by the kernels."""
     if type(layer) is RMSNorm:
         setattr(layer, _FORWARD, partial(_norm, layer, 0.0))
@@ -94,7 +94,9 @@ def _packing(weight: Tensor) -> Callable[..., Tensor]:
     return multiply
 
 
-def _norm(layer: Any, shift: float, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+def _norm(
+    layer: RMSNorm | GemmaRMSNorm, shift: float, x: Tensor, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     """The norm of x, or of its sum with a residual, which is rounded first as the trainer's is."""
     if residual is None:
         return ops.rms_norm(x, layer.weight.data, layer.variance_epsilon, shift)
@@ -126,7 +128,7 @@ class _Rotary(nn.Module):
         return ops.rotate(heads, self._table, positions, neighbours=self._neighbours).view(x.shape)
 
 
-def _change_attention(name: str, layer: Any, window: int, cap: float) -> None:
+def _change_attention(name: str, layer: Attention, window: int, cap: float) -> None:
     implementation = layer.impl
     known = isinstance(implementation, CPUAttentionBackendImpl)
     if (
@@ -143,7 +145,7 @@ def _change_attention(name: str, layer: Any, window: int, cap: float) -> None:
 class _Head(nn.Module):
     """The output projection of a model that has no layer for it, and multiplies with its embedding."""
 
-    def __init__(self, embedding: Any) -> None:
+    def __init__(self, embedding: nn.Module) -> None:
         """Shares the weight."""
         super().__init__()
         self.weight = embedding.weight
@@ -154,7 +156,7 @@ class _Head(nn.Module):
         return vars(self)["cpu_linear"](*inputs)
 
 
-def _add_head(model: Any, embedding: Any) -> None:
+def _add_head(model: nn.Module, embedding: nn.Module) -> None:
     """Adds a layer for the output projection, so that pulls pack it, and leave the embedding as it is."""
     head = _Head(embedding)
     model.add_module("bitwise_head", head)
@@ -176,7 +178,7 @@ def _rows(kv_cache: Tensor) -> Tensor:
     return kv_cache.view(blocks * size, groups, width)
 
 
-def _write_cache(layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def _write_cache(layer: object, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """Stores keys and values [L, groups, D] of the tokens at these slots."""
     del layer
     rows, dim, slots = _rows(kv_cache), key.shape[-1], slot_mapping
@@ -185,10 +187,10 @@ def _write_cache(layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_
 
 
 def _attend(
-    implementation: Any,
+    implementation: CPUAttentionBackendImpl,
     window: int,
     cap: float,
-    layer: Any,
+    layer: object,
     query: Tensor,
     key: Tensor,
     value: Tensor,

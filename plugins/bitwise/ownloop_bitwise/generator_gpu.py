@@ -35,7 +35,7 @@ def _attend(
     implementation: Any,
     window: int,
     cap: float,
-    layer: Any,
+    layer: object,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -63,7 +63,7 @@ def change_sampler(sampler: Any) -> None:
     """Has vLLM's second model runner take log-probs and temperatures by the table. It draws by seed and position."""
     states = sampler.sampling_states
 
-    def apply(_: Any, logits: Tensor, rows: Tensor, numbers: Any) -> None:
+    def apply(_: object, logits: Tensor, rows: Tensor, numbers: object) -> None:
         del numbers
         apply_temperature(logits, states.temperature.gpu[rows], all_random=False)
 

@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from generator.engine_part import EnginePart
 from ownloop_bitwise.library import bfloat16_path, check_one_path
@@ -60,7 +60,7 @@ class BitwiseGenerator(EnginePart):
         """See `EnginePart`."""
         return {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"} if self.has_gpu else {}
 
-    def engine_args(self) -> Mapping[str, Any]:
+    def engine_args(self) -> Mapping[str, object]:
         """See `EnginePart`."""
         return {"attention_backend": "TRITON_ATTN", "enforce_eager": True} if self.has_gpu else {}
 
@@ -90,7 +90,7 @@ class BitwiseGenerator(EnginePart):
         check_one_path({where or "the trainer": path or "a CPU", f"the generator on {socket.gethostname()}": ours})
 
     @staticmethod
-    def schedule(config: Any) -> "Schedule":
+    def schedule(config: object) -> "Schedule":
         """See `EnginePart`."""
         from ownloop_bitwise.schedule import RunSchedule
 

@@ -78,7 +78,7 @@ class RunSchedule:
         return ScheduledGenerator(generator, self._planned, self._patience_s)
 
 
-def _check_same(run: Path, config: Any) -> None:
+def _check_same(run: Path, config: object) -> None:
     """Raises ValueError unless this is a whole run of the same configuration."""
     if not (run / CONFIG_FILE).is_file() or not is_finished(run):
         raise ValueError(f"schedule is {run}, which is not the folder of a finished run")

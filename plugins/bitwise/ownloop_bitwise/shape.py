@@ -67,12 +67,12 @@ def refused_on_gpus(field: str, value: object, instead: str) -> ValueError:
     )
 
 
-def as_llama(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+def as_llama(hf_config: Mapping[str, Any]) -> Mapping[str, object]:
     """The settings of a model whose windows, caps and norms are this module's, as a Llama of the same sizes."""
     row = find_dense(hf_config.get("architectures"))
     if row is None or row.name not in (*_GEMMAS, "mistral"):
         return hf_config
-    own: dict[str, Any] = {}
+    own: dict[str, object] = {}
     if row.name in _GEMMAS and hf_config.get("hidden_activation") == "gelu_pytorch_tanh":
         own["hidden_act"] = "silu"
     elif row.name in _GEMMAS:

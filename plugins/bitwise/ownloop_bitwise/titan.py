@@ -111,7 +111,7 @@ class RowPlan:
     """How a row's attention is computed."""
 
     sequences: ops.Sequences
-    ordinary: Any
+    ordinary: object
     """The plan of the ordinary attention, which computes the backward pass."""
 
 
@@ -142,7 +142,7 @@ class BitwiseAttention(DocumentAttention):
         *,
         attention_masks: RowPlan,
         scale: float | None = None,
-        **options: Any,
+        **options: object,
     ) -> Tensor:
         """[1, L, heads, head_dim] each; `attention_masks` is the row's plan."""
         plan, window, cap = attention_masks, self._window, self._cap
@@ -289,7 +289,7 @@ class GemmaBlock(Qwen3TransformerBlock):
         super().__init__(config)
         self.after_attention, self.after_ffn = config.after_attention.build(), config.after_ffn.build()
 
-    def forward(self, x: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, attention_masks: object, positions: Tensor | None = None) -> Tensor:
         """[1, L, D] -> [1, L, D]"""
         x = x + self.after_attention(self.attention(self.attention_norm(x), attention_masks, positions))
         return x + self.after_ffn(self.feed_forward(self.ffn_norm(x)))
@@ -310,7 +310,7 @@ def build_spec(shape: BitwiseDecoder, head: Head, inner_attention: Module.Config
         layer.attention.inner_attention = BitwiseAttention.Config(
             ordinary=inner_attention, window=window, cap=shape.attention_cap, scale=shape.attention_scale
         )
-    more: dict[str, Any] = {}
+    more: dict[str, object] = {}
     if shape.is_gemma:
         norms = {name: norm_config(shape, shape.dim) for name in ("after_attention", "after_ffn")}
         model.layers = [_as(GemmaBlock.Config, layer, **norms) for layer in model.layers]

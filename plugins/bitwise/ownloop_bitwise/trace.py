@@ -194,7 +194,7 @@ def _traced_logits(model: nn.Module, found: Outputs) -> Generator[None]:
     (head,) = (module for module in model.modules() if isinstance(module, BitwiseHead))
     logits: Callable[..., Tensor] = head.logits
 
-    def keep(*inputs: Any, **options: Any) -> Tensor:
+    def keep(*inputs: object, **options: object) -> Tensor:
         output = logits(*inputs, **options)
         _add(found, _LAST, "logits", output)
         return output

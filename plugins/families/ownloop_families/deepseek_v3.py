@@ -77,7 +77,7 @@ class DeepseekShape(RoutedShape):
         return 3 * (self.q_rank + self.latent) + 2 * self.queries + expanded + self.values + 4 * self.network_dim
 
 
-def check(config: TrainerConfig, settings: Mapping[str, Any]) -> None:
+def check(config: TrainerConfig, settings: Mapping[str, object]) -> None:
     """The row's `check`: transformers has one kind of router, and vLLM takes another where none is named."""
     for key, needed in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if settings.get(key) != needed:

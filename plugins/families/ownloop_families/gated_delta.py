@@ -58,7 +58,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
     if v.is_cuda and v.dtype == torch.bfloat16 and (kernel := installed_kernel()) is not None:
         return by_kernel(kernel, (q, k, v, g, beta), sizes)
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
-    out: Any = _GatedDeltaRule.apply(q, k, v, g, beta, sizes, torch.is_grad_enabled())
+    out: Tensor = _GatedDeltaRule.apply(q, k, v, g, beta, sizes, torch.is_grad_enabled())
     return out
 
 
@@ -114,7 +114,7 @@ def by_documents(model: Any) -> None:
 class _ByDocuments(nn.Module):
     """The forward pass of `Qwen3_5GatedDeltaNet` for one packed row, with its parameters."""
 
-    def forward(self, hidden_states: Tensor, document_bounds: Any, **options: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, document_bounds: Any, **options: object) -> Tensor:
         """[1, L, D] -> [1, L, D]; `document_bounds` are the row's `Bounds`."""
         del options
         return delta_layer(self, hidden_states, document_bounds.sizes)

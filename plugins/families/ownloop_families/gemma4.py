@@ -1,7 +1,6 @@
 """Gemma 4 (text), which torchtitan does not build."""
 
 from pathlib import Path
-from typing import Any
 
 from rl.system.hf_config import ModelFamily
 
@@ -16,7 +15,7 @@ def tiny(path: Path) -> Path:
     """Writes a tiny random model."""
     from ownloop_families.tiny import SHAPE, WINDOW, save_random
 
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "sliding_window": WINDOW,
         "layer_types": ["sliding_attention", "full_attention"],
         "global_head_dim": 64,

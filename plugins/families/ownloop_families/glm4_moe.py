@@ -51,12 +51,12 @@ class Glm4MoeShape(RoutedShape):
             yield from self.biases()
 
 
-def check(config: TrainerConfig, settings: Mapping[str, Any]) -> None:
+def check(config: TrainerConfig, settings: Mapping[str, object]) -> None:
     """The row's `check`: experts in the layout."""
     check_experts(config, settings, decoder)
 
 
-def decoder(config: Mapping[str, Any]) -> Glm4MoeShape:
+def decoder(config: Mapping[str, object]) -> Glm4MoeShape:
     """The shape."""
     refuse_options(config, ROUTED_OPTIONS)
     sizes = read_sizes(config)

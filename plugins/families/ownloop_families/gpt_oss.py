@@ -30,7 +30,7 @@ class GptOssShape(MixtureShape):
     """Attention with sinks, and experts with biases."""
 
     spec: ClassVar[str] = "ownloop_families.titan.gpt_oss:build_spec"
-    proven: ClassVar[Mapping[str, Any]] = WITHOUT_CONTEXTS
+    proven: ClassVar[Mapping[str, object]] = WITHOUT_CONTEXTS
 
     windows: tuple[int | None, ...]
     """For each layer, how many tokens a query attends to, itself among them; None for all before it."""

@@ -47,7 +47,7 @@ class Qwen35Shape(MixtureShape):
     """Layers of kind 0 have a delta rule, those of kind 1 attention; all have experts, or none has."""
 
     spec: ClassVar[str] = "ownloop_families.titan.qwen3_5:build_spec"
-    proven: ClassVar[Mapping[str, Any]] = WITHOUT_CONTEXTS
+    proven: ClassVar[Mapping[str, object]] = WITHOUT_CONTEXTS
 
     attends: tuple[bool, ...]
     """For each layer, whether it has attention and not a delta rule."""
@@ -154,7 +154,7 @@ class Qwen35Shape(MixtureShape):
         return 3 * self.queries + self.keys if kind else self.channels + self.num_value_heads
 
 
-def check(config: TrainerConfig, settings: Mapping[str, Any]) -> None:
+def check(config: TrainerConfig, settings: Mapping[str, object]) -> None:
     """The row's `check`: experts in the layout."""
     check_experts(config, settings, decoder)
 

@@ -26,7 +26,7 @@ class Qwen3MoeShape(MixtureShape):
     """Qwen3's attention and experts."""
 
     spec: ClassVar[str] = "ownloop_families.titan.experts:build_spec"
-    proven: ClassVar[Mapping[str, Any]] = {}
+    proven: ClassVar[Mapping[str, object]] = {}
     identifies: ClassVar[bool] = True
 
     @property
@@ -35,7 +35,7 @@ class Qwen3MoeShape(MixtureShape):
         return next(row for row in DENSE if row.name == "qwen3")
 
 
-def check(config: TrainerConfig, settings: Mapping[str, Any]) -> None:
+def check(config: TrainerConfig, settings: Mapping[str, object]) -> None:
     """The row's `check`: experts in the layout."""
     check_experts(config, settings, decoder)
 

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from generator.cpu.sampler import sample_with_kept_sets
 
-execute_model: Any = GPUModelRunner.execute_model
+execute_model = GPUModelRunner.execute_model
 
 
 def patch_routes() -> None:
@@ -36,7 +36,7 @@ def _accept(self: VllmConfig) -> None:
     del self
 
 
-def _execute_model(self: Any, scheduler_output: Any, *rest: Any, **options: Any) -> Any:
+def _execute_model(self: Any, scheduler_output: Any, *rest: Any, **options: object) -> Any:
     """vLLM's own method. What the layers have captured of a step waits for its tokens in `self.pending_routes`."""
     self.pending_routes = None
     if not self.vllm_config.aux_output_config.enabled:
@@ -58,7 +58,7 @@ def _execute_model(self: Any, scheduler_output: Any, *rest: Any, **options: Any)
     return output
 
 
-def _sample_tokens(self: Any, grammar_output: Any) -> Any:
+def _sample_tokens(self: Any, grammar_output: object) -> Any:
     """`sample_with_kept_sets`, and the routes of the step in its output."""
     pending, self.pending_routes = self.pending_routes, None
     output = sample_with_kept_sets(self, grammar_output)

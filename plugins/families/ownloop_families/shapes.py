@@ -10,15 +10,15 @@ from rl.system.decoders import ExpertsConfig, rope_parameters
 from rl.system.hardware import sees_gpu
 from trainer.config import TrainerConfig
 
-WITHOUT_COMPILING: Mapping[str, Any] = {"compile": False, "float8": "none"}
-WITHOUT_CONTEXTS: Mapping[str, Any] = {"context_parallel": 1, **WITHOUT_COMPILING}
+WITHOUT_COMPILING: Mapping[str, object] = {"compile": False, "float8": "none"}
+WITHOUT_CONTEXTS: Mapping[str, object] = {"context_parallel": 1, **WITHOUT_COMPILING}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureShape(SizedDecoder):
     """A decoder whose layers of kind 1 have experts, if it has any. Those of kind 0, if any, have none."""
 
-    proven: ClassVar[Mapping[str, Any]] = WITHOUT_COMPILING
+    proven: ClassVar[Mapping[str, object]] = WITHOUT_COMPILING
     identifies: ClassVar[bool] = False
 
     @property
@@ -46,7 +46,7 @@ class MixtureShape(SizedDecoder):
 
 
 def check_experts(
-    config: TrainerConfig, settings: Mapping[str, Any], decoder: Callable[[Mapping[str, Any]], MixtureShape]
+    config: TrainerConfig, settings: Mapping[str, object], decoder: Callable[[Mapping[str, object]], MixtureShape]
 ) -> None:
     """Raises ValueError if the engine torchtitan cannot train a model with experts in this layout or on this host.
 
@@ -178,7 +178,7 @@ def read_routed(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_rotary_dim(config: Mapping[str, Any], head_dim: int, default: float) -> int:
+def read_rotary_dim(config: Mapping[str, object], head_dim: int, default: float) -> int:
     """Dimensions of a head that rotary embeddings rotate. Raises ValueError where those are none or too many."""
     part = rope_parameters(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     part = default if part is None else part
@@ -187,7 +187,7 @@ def read_rotary_dim(config: Mapping[str, Any], head_dim: int, default: float) ->
     return int(head_dim * part)
 
 
-def read_plain_rope(config: Mapping[str, Any]) -> float:
+def read_plain_rope(config: Mapping[str, object]) -> float:
     """The base of rotary embeddings without scaling. Raises ValueError for others."""
     rope = rope_parameters(config)
     if rope.get("rope_type", "default") != "default":

@@ -30,14 +30,14 @@ ROUTED: Mapping[str, Any] = {
 """Options of models with sigmoid routing."""
 
 
-def save_random(path: Path, architecture: str, *, tied: bool = False, **options: Any) -> Path:
+def save_random(path: Path, architecture: str, *, tied: bool = False, **options: object) -> Path:
     """Writes a model of this class of transformers, in which no weight is neutral, and returns its directory.
 
     Routers with selection biases and scales of layers are random, too.
     """
     model_class: Any = getattr(transformers, architecture)
 
-    def build(config: Any) -> Any:
+    def build(config: object) -> object:
         model = model_class(config)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith(_NEUTRAL) or ".experts." in name:

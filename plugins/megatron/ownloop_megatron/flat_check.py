@@ -1,7 +1,6 @@
 """Which models the engines can train that shard stretches of flattened parameters. Imports neither of them."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from rl.system.hf_config import num_experts
 from trainer.config import TrainerConfig
@@ -9,7 +8,7 @@ from trainer.engines.hf.layout_check import check_layout as check_transformers_l
 from trainer.engines.model_check import ModelLimits
 
 
-def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
+def check_layout(config: TrainerConfig, hf_config: Mapping[str, object]) -> ModelLimits:
     """The `LayoutCheck` of `fsdp1`."""
     if count := num_experts(hf_config):
         # transformers stacks the weights of experts, and a rank's part of a flattened stack is no view of an expert.

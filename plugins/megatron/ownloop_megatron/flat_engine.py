@@ -195,7 +195,7 @@ class FlatEngine(TorchEngine):
                 whole.grad = grad
                 yield name, whole
 
-    def _state(self, *, optimizer: bool) -> dict[str, Any]:
+    def _state(self, *, optimizer: bool) -> dict[str, object]:
         state = super()._state(optimizer=optimizer)
         if self._shards is None:
             return state

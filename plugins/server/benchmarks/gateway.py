@@ -164,7 +164,7 @@ def measure_first_byte(server: Server, count: int) -> dict[str, float]:
     run = new_client(server).model_id
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
 
-    def post(path: str, body: dict[str, Any]) -> bytes:
+    def post(path: str, body: dict[str, object]) -> bytes:
         headers = {"Content-Type": "application/json", "X-API-Key": "tml-local"}
         connection.request("POST", f"/api/v1/{path}", json.dumps(body), headers)
         return connection.getresponse().read()

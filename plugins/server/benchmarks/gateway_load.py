@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -29,6 +29,9 @@ from benchmarks.harness import Bar, benchmark_model, parser, print_result
 from ownloop_server.child_server import Server, served
 from plugins.server.benchmarks.gateway import as_tinker, at_once, new_client
 from rl.types import Datum
+
+if TYPE_CHECKING:
+    from tinker import TrainingClient
 
 NUM_TRAINING = 8
 NUM_SAMPLING = 64
@@ -107,7 +110,7 @@ class Load:
         with self._lock:
             self._counts.update(events)
 
-    def _flood(self, client: Any) -> None:
+    def _flood(self, client: "TrainingClient") -> None:
         """Sends without waiting: hundreds of calls are always on their way."""
         futures: list[Any] = []
         while time.monotonic() < self._ends:
@@ -117,14 +120,14 @@ class Load:
         for future in futures:
             self._finish_step(0, future)
 
-    def _train(self, index: int, client: Any) -> None:
+    def _train(self, index: int, client: "TrainingClient") -> None:
         """Waits for every step, and now and then makes a sampling client of its weights and uses it."""
         while time.monotonic() < self._ends:
             self._finish_step(index, self._begin_step(client))
             if self._steps[index] % 10 == 0:
                 self._sample_trained(index, client)
 
-    def _sample_trained(self, index: int, client: Any) -> None:
+    def _sample_trained(self, index: int, client: "TrainingClient") -> None:
         """Makes a sampling client of what was trained, and uses it."""
         from tinker import types
 
@@ -136,7 +139,7 @@ class Load:
             print(f"training client {index}: {type(error).__name__}: {error}", flush=True)
             self._count(requests=2, lost=1)
 
-    def _begin_step(self, client: Any) -> tuple[Any, Any]:
+    def _begin_step(self, client: "TrainingClient") -> tuple[Any, object]:
         from tinker import types
 
         gradient = client.forward_backward(self._batch, "cross_entropy")

@@ -20,7 +20,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Generator, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from google.protobuf.message import Message
 from pydantic import BaseModel
@@ -39,7 +39,7 @@ class ResponseBody:
     media_type: str = "application/json"
 
     @classmethod
-    def json(cls, value: Mapping[str, Any]) -> "ResponseBody":
+    def json(cls, value: Mapping[str, object]) -> "ResponseBody":
         """A result in JSON."""
         return cls(content=json.dumps(value, allow_nan=False).encode())
 

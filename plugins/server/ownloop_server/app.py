@@ -243,7 +243,7 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": mistake}, 422)
 
 
-def _reason(found: Mapping[str, Any]) -> str:
+def _reason(found: Mapping[str, object]) -> str:
     if found["type"] == "float_type" and found.get("input") is None:
         return f"{found['msg']}, and is null, as the SDK sends NaN and infinity"
     return str(found["msg"])

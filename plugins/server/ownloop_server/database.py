@@ -18,7 +18,7 @@ _TOUCHED_AGAIN = timedelta(seconds=1)
 class _Table(MappedAsDataclass, DeclarativeBase):
     """Rows are dataclasses."""
 
-    type_annotation_map = {dict[str, Any]: JSON, dict[str, str]: JSON}  # noqa: RUF012, SQLAlchemy's name and type
+    type_annotation_map = {dict[str, str]: JSON}  # noqa: RUF012, SQLAlchemy's name and type
 
 
 class TrainingRunRow(_Table, kw_only=True):
@@ -40,7 +40,7 @@ class TrainingRunRow(_Table, kw_only=True):
     train_attn: Mapped[bool]
     train_mlp: Mapped[bool]
     train_unembed: Mapped[bool]
-    user_metadata: Mapped[dict[str, Any] | None]
+    user_metadata: Mapped[dict[str, str] | None]
     last_request_at: Mapped[datetime]
     """In UTC."""
 
@@ -138,7 +138,7 @@ class Database:
             self.save(run)
 
 
-def texts(field: str, given: Mapping[str, Any] | None) -> dict[str, str] | None:
+def texts(field: str, given: Mapping[str, object] | None) -> dict[str, str] | None:
     """What a client wrote about its run: the SDK sends any JSON, and answers have strings.
 
     Raises ValueError for text that is not Unicode, which no answer could hold: lists of all runs would fail with it.

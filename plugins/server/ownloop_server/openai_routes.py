@@ -120,7 +120,7 @@ async def _json(request: Request) -> Any:
         raise ValueError(f"the body is not JSON: {error}") from None
 
 
-def _check(body: Any) -> str:
+def _check(body: object) -> str:
     """The name of the model. Raises ValueError for a body that makes no sense, or asks for too much."""
     if not isinstance(body, dict) or not isinstance(body.get("model"), str):
         raise ValueError("model is missing; GET models lists what there is")

@@ -60,7 +60,7 @@ class EngineClient:
         del n, request_id
 
     def generate(
-        self, prompt: Any, sampling_params: vllm.SamplingParams, request_id: str, **options: Any
+        self, prompt: Any, sampling_params: vllm.SamplingParams, request_id: str, **options: object
     ) -> AsyncGenerator[RequestOutput]:
         """The outputs of one request. The policy is looked up now, not when the outputs are taken.
 
@@ -147,7 +147,7 @@ class OpenAIServing(Serving):
         status = int(result.error.code) if isinstance(result, ErrorResponse) else 200
         return status, result if isinstance(result, AsyncGenerator) else _as_json(result)
 
-    def check_shown(self, request: Any) -> None:
+    def check_shown(self, request: Mapping[str, object]) -> None:
         """Raises ValueError for what the request of a chat holds and the model would not see."""
         try:
             tokenizer: Any = self._chat.renderer.tokenizer
@@ -168,7 +168,7 @@ class OpenAIServing(Serving):
         return await create(request)
 
 
-def _check_shown(request: Mapping[str, Any], template: str) -> None:
+def _check_shown(request: Mapping[str, object], template: str) -> None:
     """Raises ValueError for what a request of a chat endpoint holds, and vLLM accepts and does not show the model."""
     for name in ("tools", "documents"):
         if request.get(name) and name not in template:
@@ -220,12 +220,12 @@ def _by_our_rules(parser_class: Any) -> Any:
             self.ended = self.is_reasoning_end([*prompt_token_ids])
             self.opening = opening_of(self.model_tokenizer, prompt_token_ids)
 
-        def extract_reasoning(self, model_output: str, *args: Any) -> tuple[str | None, str | None]:
+        def extract_reasoning(self, model_output: str, *args: object) -> tuple[str | None, str | None]:
             reasoning, content = super().extract_reasoning(model_output, *args)
             is_all = not content and (reasoning or "").strip() == model_output.strip()
             return (None, model_output) if self.ended and is_all else (reasoning, content)
 
-        def parse(self, model_output: str, *args: Any, **options: Any) -> Any:
+        def parse(self, model_output: str, *args: object, **options: object) -> Any:
             said = Answer.read(model_output, opening=self.opening).content
             if said == model_output or self.reasoning_parser is not None:
                 return super().parse(model_output, *args, **options)

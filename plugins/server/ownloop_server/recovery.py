@@ -75,7 +75,7 @@ class RestartingTrainer:
             self._starting = None
 
 
-Call = Callable[[Trainer], Awaitable[Any]]
+Call = Callable[[Trainer], Awaitable[object]]
 
 
 class RecoveringAdapter:
@@ -108,12 +108,12 @@ class RecoveringAdapter:
         await made._run(_nothing)
         return cast(Trainer, made)
 
-    def __getattr__(self, verb: str) -> Callable[..., Awaitable[Any]]:
+    def __getattr__(self, verb: str) -> Callable[..., Awaitable[object]]:
         if verb not in vars(Trainer):
             raise AttributeError(f"a trainer has no {verb!r}")
         return lambda *args, **options: self._run(_call(verb, args, options))
 
-    async def forward_backward(self, batch: Sequence[Datum], *args: Any, **options: Any) -> ForwardBackwardOutput:
+    async def forward_backward(self, batch: Sequence[Datum], *args: object, **options: object) -> ForwardBackwardOutput:
         """As `Trainer.forward_backward`."""
         size_bytes = sum(
             datum.tokens.nbytes + sum(array.nbytes for array in datum.loss_inputs.values()) for datum in batch
@@ -122,7 +122,7 @@ class RecoveringAdapter:
         self._has_gradient = True
         return output
 
-    async def optim_step(self, *args: Any, **options: Any) -> OptimStepOutput:
+    async def optim_step(self, *args: object, **options: object) -> OptimStepOutput:
         """As `Trainer.optim_step`."""
         output = await self._change(_call("optim_step", args, options))
         self._has_gradient = False
@@ -137,7 +137,7 @@ class RecoveringAdapter:
         await self._change(_call("zero_grad", (), {}))
         self._has_gradient = False
 
-    async def save_checkpoint(self, path: Path, *, asynchronous: bool = False, **options: Any) -> None:
+    async def save_checkpoint(self, path: Path, *, asynchronous: bool = False, **options: object) -> None:
         """As `Trainer.save_checkpoint`. A checkpoint on disk is one, even if it cannot become the recovery point."""
         await self._run(_call("save_checkpoint", (path,), {"asynchronous": asynchronous, **options}))
         if not self._has_gradient and not asynchronous:  # a checkpoint holds no gradient
@@ -242,7 +242,7 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _call(verb: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> Call:
+def _call(verb: str, args: tuple[Any, ...], options: Mapping[str, object]) -> Call:
     """A call that any trainer can be asked for, now and again on its successor."""
     return lambda trainer: getattr(trainer, verb)(*args, **options)
 

@@ -221,7 +221,7 @@ def unloaded_whole(path: str) -> str:
     )
 
 
-def _options(batch: TrainingBatch) -> Mapping[str, Any]:
+def _options(batch: TrainingBatch) -> Mapping[str, object]:
     """The loss's options, as `Trainer.forward_backward` takes them."""
     shared = {name: getattr(batch.loss.shared, name) for name in batch.loss.takes}
     return {**batch.loss.options, **shared}

@@ -32,7 +32,7 @@ OWN_LOSS = "for a loss of your own, there are create_custom_loss, and forward_ba
 _OPTIONAL_INPUTS = ("weights", "old_logprobs", "reference_logprobs", "temperature", "kept")
 """Two are inputs of this server alone: `temperature`, at which the client sampled, the same number at every token, and
 `kept`, int64 [N, W], the tokens that its cut left for each target, filled up with -1; nothing but -1 for all tokens."""
-_DTYPES: Mapping[int, Any] = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64}
+_DTYPES: Mapping[int, type[np.generic]] = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +221,7 @@ def _read_own_datum(
     tokens = np.array(sequence, dtype=np.int64)
     assert isinstance(traced, TracedLoss)
     arrays = {name: _read_tensor(f"{field}.loss_fn_inputs[{name!r}]", t) for name, t in message.loss_fn_inputs.items()}
-    inputs: dict[str, NDArray[Any]] = {"weights": np.ones(len(tokens), np.float32)}
+    inputs: dict[str, np.ndarray] = {"weights": np.ones(len(tokens), np.float32)}
     for name in ("target_tokens", *traced.inputs):
         if name not in arrays:
             raise ValueError(f"{field}.loss_fn_inputs lacks {name!r}; it has {sorted(arrays)}")
@@ -248,7 +248,7 @@ def _read_temperature(field: str, given: NDArray[np.float32] | None) -> float:
     return float(given.flat[0])
 
 
-def _read_kept(field: str, given: NDArray[Any] | None) -> KeptSets | None:
+def _read_kept(field: str, given: np.ndarray | None) -> KeptSets | None:
     """The kept sets of a datum's targets. The trainer checks the tokens."""
     if given is None:
         return None
@@ -260,7 +260,7 @@ def _read_kept(field: str, given: NDArray[Any] | None) -> KeptSets | None:
     return KeptSets.of([np.unique(row[row >= 0]) for row in given])
 
 
-def _without_effect(loss: Loss, inputs: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
+def _without_effect(loss: Loss, inputs: Mapping[str, np.ndarray]) -> NDArray[np.bool_]:
     """[N] the leading tokens whose term and gradient are always 0, such as the tokens of a prompt.
 
     The trainer computes what a group's datums begin with once if it only has to be reported.
@@ -290,7 +290,7 @@ def _read_tokens(field: str, message: messages.Datum, read_image: ReadImage | No
     return join_tokens(*chunks)
 
 
-def _read_tensor(field: str, tensor: messages.Tensor) -> NDArray[Any]:
+def _read_tensor(field: str, tensor: messages.Tensor) -> np.ndarray:
     """[N] or [N, K]; cells that a sparse tensor leaves out are 0."""
     if tensor.dtype not in _DTYPES:
         raise ValueError(f"{field} has the dtype number {tensor.dtype}; it must be float32 or int64")
@@ -305,7 +305,7 @@ def _read_tensor(field: str, tensor: messages.Tensor) -> NDArray[Any]:
     return values.reshape(shape)
 
 
-def _from_sparse(field: str, values: NDArray[Any], csr: messages.SparseCsr, shape: tuple[int, ...]) -> NDArray[Any]:
+def _from_sparse(field: str, values: np.ndarray, csr: messages.SparseCsr, shape: tuple[int, ...]) -> np.ndarray:
     starts = _from_bytes(field, csr.crow_indices, np.int64)
     columns = _from_bytes(field, csr.col_indices, np.int64)
     rows = csr_rows(field, starts, columns, len(values), shape)
@@ -334,7 +334,7 @@ def csr_rows(
     return np.repeat(np.arange(shape[0]), np.diff(starts))
 
 
-def _from_bytes(field: str, data: bytes, dtype: Any) -> NDArray[Any]:
+def _from_bytes(field: str, data: bytes, dtype: Any) -> np.ndarray:
     if len(data) % np.dtype(dtype).itemsize:
         raise ValueError(f"{field} has {len(data)} bytes, which is no whole number of {np.dtype(dtype).name} values")
     return np.frombuffer(data, dtype).copy()  # torch wants arrays that can be written to

@@ -243,7 +243,7 @@ def _problems(env: CodeProblems, name: str) -> list[CodeProblem]:
     return [*distinct.values()]
 
 
-def _problem(env: CodeProblems, row: Mapping[str, Any], where: str) -> CodeProblem:
+def _problem(env: CodeProblems, row: Mapping[str, object], where: str) -> CodeProblem:
     """Raises ValueError, beginning with `where`, for a row without a question or tests."""
     question, tests = str(row["question"] or "").strip(), _statements(row["tests"])
     if not question or not tests:
@@ -263,5 +263,5 @@ def _problem(env: CodeProblems, row: Mapping[str, Any], where: str) -> CodeProbl
 
 def _statements(value: Any) -> tuple[str, ...]:
     """The code of a column that holds one text, several, or nothing."""
-    texts: Sequence[Any] = (value,) if isinstance(value, str) else value or ()
+    texts: Sequence[object] = (value,) if isinstance(value, str) else value or ()
     return tuple(str(text) for text in texts if str(text).strip())

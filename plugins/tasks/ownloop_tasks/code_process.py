@@ -28,8 +28,9 @@ from typing import Any, TextIO
 
 _MAX_DEPTH = 20_000  # of lists and objects in one another, such as a linked list
 _PLAIN = (type(None), bool, int, float, str)
-_ROWS: Any = {kind.__name__: kind for kind in (list, tuple, set, frozenset, collections.deque)}
-_MAPS: Any = {kind.__name__: kind for kind in (dict, collections.OrderedDict, collections.Counter)}
+_Makers = Mapping[str, Callable[..., object]]
+_ROWS: _Makers = {kind.__name__: kind for kind in (list, tuple, set, frozenset, collections.deque)}
+_MAPS: _Makers = {kind.__name__: kind for kind in (dict, collections.OrderedDict, collections.Counter)}
 _IN_WORDS: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     bytes: (bytes.hex, bytes.fromhex),
     bytearray: (bytearray.hex, bytearray.fromhex),
@@ -52,18 +53,18 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         return self._link.ask("getattr", self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self._link.ask("setattr", self, name, value)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: object, **named: object) -> Any:
         return self._link.ask("call", self, *arguments, **named)
 
-    def __instancecheck__(self, instance: Any) -> Any:
+    def __instancecheck__(self, instance: object) -> Any:
         return isinstance(instance, Remote) and self._link.ask("isinstance", instance, self)
 
 
 def _forwarded(function: str, is_binary: bool) -> Callable[..., Any]:
-    def method(self: Any, *others: Any) -> Any:
+    def method(self: Remote, *others: object) -> Any:
         if is_binary and not isinstance(others[0], Remote):  # else the code would see and judge what is expected
             return NotImplemented
         return self._link.ask(function, self, *others)
@@ -78,14 +79,14 @@ for each in _UNARY + _OPERATORS + _BINARY:
 class Link:
     """One end of the connection. `ask` has the other end do something, and serves it until the answer comes."""
 
-    def __init__(self, reader: TextIO, writer: TextIO, served: Callable[..., Any]) -> None:
+    def __init__(self, reader: TextIO, writer: TextIO, served: Callable[..., object]) -> None:
         """`served(operation, *arguments)` does what the other end asks for."""
         self._reader, self._writer, self._served = reader, writer, served
         self.space: dict[str, Any] = {"__name__": "answer"}
         self.classes = set[str]()
-        self.given, self._exceptions = list[Any](), dict[str, Any]()
+        self.given, self._exceptions = list[object](), dict[str, type[BaseException]]()
 
-    def ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
+    def ask(self, operation: str, *arguments: object, **named: object) -> Any:
         """What the other end returns. Raises what it raises, and EOFError if it has ended."""
         self._send("ask", operation, [*arguments], named)
         while (message := self._receive())[0] == "ask":
@@ -107,7 +108,7 @@ class Link:
                 return
             self._answer(operation, arguments, named)
 
-    def _answer(self, operation: str, arguments: list[Any], named: dict[str, Any]) -> None:
+    def _answer(self, operation: str, arguments: list[object], named: dict[str, object]) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             try:
                 status, value = "done", self._served(operation, *arguments, **named)
@@ -116,7 +117,7 @@ class Link:
         after = [each if _is_mutable(each, self) else None for each in arguments]
         self._send(status, value, after, printed.getvalue())
 
-    def _send(self, *message: Any) -> None:
+    def _send(self, *message: object) -> None:
         self._writer.write(json.dumps(self._encoded([*message], {})) + "\n")
         self._writer.flush()
 
@@ -126,7 +127,7 @@ class Link:
             raise EOFError("the code has ended its process")
         return self._decoded(json.loads(line), {})
 
-    def _encoded(self, value: Any, seen: dict[int, Any]) -> Any:
+    def _encoded(self, value: Any, seen: dict[int, tuple[int, object]]) -> Any:
         kind, name = type(value), type(value).__name__
         if kind in _PLAIN:
             return value
@@ -143,15 +144,16 @@ class Link:
             return ["error", _line_of(kind), *(self._encoded(item, seen) for item in value.args)]
         return self._named(value) or self._object(value, seen)
 
-    def _named(self, value: Any) -> list[Any] | None:
+    def _named(self, value: object) -> list[object] | None:
         """A class or a module that both sides have, or that the other side can make an image of."""
         if isinstance(value, ModuleType):
             return ["module", value.__name__]
-        is_error = isinstance(value, type) and issubclass(value, BaseException)
-        is_known = isinstance(value, type) and vars(builtins).get(value.__name__) is value
-        return ["class", _line_of(value)] if is_error or is_known else None
+        if not isinstance(value, type):
+            return None
+        is_known = issubclass(value, BaseException) or vars(builtins).get(value.__name__) is value
+        return ["class", _line_of(value)] if is_known else None
 
-    def _object(self, value: Any, seen: dict[int, Any]) -> list[Any]:
+    def _object(self, value: object, seen: dict[int, tuple[int, object]]) -> list[object]:
         if id(value) in seen:
             return ["same", seen[id(value)][0]]
         if _is_mutable(value, self):
@@ -162,7 +164,7 @@ class Link:
         self.given.append(value)
         return ["mine", len(self.given) - 1]
 
-    def _decoded(self, read: Any, seen: dict[int, Any]) -> Any:
+    def _decoded(self, read: Any, seen: dict[int, object]) -> Any:
         if not isinstance(read, list):
             return read
         name, *parts = read
@@ -192,16 +194,16 @@ class Link:
             case _:
                 return next(back for kind, (_, back) in _IN_WORDS.items() if kind.__name__ == name)(*parts)
 
-    def _made(self, number: int, kind: str, state: Any, seen: dict[int, Any]) -> Any:
+    def _made(self, number: int, kind: str, state: object, seen: dict[int, object]) -> object:
         """An object of a class that both sides have."""
         made = seen[number] = object.__new__(self.space[kind])
-        found: dict[str, Any] = self._decoded(state, seen)
+        found: dict[str, object] = self._decoded(state, seen)
         if any(callable(getattr(type(made), name, None)) for name in found):
             raise ValueError(f"an object of {kind} has an attribute in the place of a method")
         vars(made).update(found)
         return made
 
-    def _exception(self, line: Sequence[str]) -> Any:
+    def _exception(self, line: Sequence[str]) -> type[BaseException]:
         """The exception of Python's own, or one made in its image, by the names of a class and those it inherits."""
         known = vars(builtins).get(line[0])
         if isinstance(known, type) and issubclass(known, BaseException):
@@ -215,7 +217,7 @@ def _line_of(kind: type) -> list[str]:
     return [each.__name__ for each in kind.__mro__]
 
 
-def _is_mutable(value: Any, link: Link) -> bool:
+def _is_mutable(value: object, link: Link) -> bool:
     """Whether a copy of the value can be brought up to date."""
     own = type(value).__name__ in link.classes and type(value) is link.space.get(type(value).__name__)
     return own or isinstance(value, list | dict | set | bytearray | collections.deque)
@@ -235,7 +237,7 @@ def _update(mine: Any, other: Any) -> None:
         vars(mine).update(vars(other))
 
 
-def begin(space: dict[str, Any], setup: str, link: Link) -> None:
+def begin(space: dict[str, object], setup: str, link: Link) -> None:
     """Runs the setup, which both processes have."""
     sys.setrecursionlimit(_MAX_DEPTH)
     sys.set_int_max_str_digits(0)
@@ -245,7 +247,7 @@ def begin(space: dict[str, Any], setup: str, link: Link) -> None:
 
 def answer(reader: int, writer: int) -> None:
     """Is the answer's process: runs the setup and the code, and then what the tests ask for."""
-    before = dict[str, Any]()
+    before = dict[str, object]()
 
     def prepare(setup: str) -> None:
         begin(space, setup, link)
@@ -286,7 +288,7 @@ def score(text: str, mark: str, setup: str, code: str, tests: Sequence[str]) -> 
     for each in theirs:
         os.close(each)
 
-    def callback(operation: str, function: Any, *arguments: Any, **named: Any) -> Any:
+    def callback(operation: str, function: Callable[..., object], *arguments: object, **named: object) -> Any:
         if operation != "call" or all(function is not given for given in link.given):
             raise ValueError("code may call the functions that a test gave it, and nothing else")
         return function(*arguments, **named)
@@ -311,7 +313,7 @@ def score(text: str, mark: str, setup: str, code: str, tests: Sequence[str]) -> 
     print(passed, mark, flush=True)
 
 
-class Names(dict[str, Any]):
+class Names(dict[str, object]):
     """The names of the tests. Each of `of_answer` is looked up where the code is, until a test sets it."""
 
     def __init__(self, link: Link) -> None:
@@ -321,7 +323,7 @@ class Names(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self._link.ask("look", [name])[name] if name in self.of_answer else super().__getitem__(name)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         self.of_answer.discard(name)
         super().__setitem__(name, value)
 

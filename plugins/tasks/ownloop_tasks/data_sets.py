@@ -11,11 +11,14 @@ import math
 from collections.abc import Generator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from rl.checks import surrogate_fault
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _MOST_DIGITS = 4300  # as Python's limit for whole numbers
 _TEXT_FORMATS = {".jsonl", ".json", ".csv"}
@@ -36,7 +39,7 @@ def read_columns(
     return list(zip(*texts, strict=True))
 
 
-def text_of(value: Any, where: str) -> str:
+def text_of(value: object, where: str) -> str:
     """The text that a value says: numbers are decimals, never powers of ten: 0.00001, not 1e-05.
 
     Raises ValueError, beginning with `where`, for what is neither text nor a finite number.
@@ -65,7 +68,7 @@ def _decimal(value: float, kind: type[np.floating]) -> str:
 
 def load_columns(
     dataset: str, *, columns: Sequence[str], split: str, subset: str | None, revision: str | None, field: str
-) -> dict[str, Sequence[Any]]:
+) -> dict[str, Sequence[object]]:
     """The values of these columns, by name. No other column is looked at.
 
     `dataset` is a file (JSON lines, JSON, Parquet, CSV), a folder of such files or one that `save_to_disk` wrote, or
@@ -114,12 +117,12 @@ def _is_saved(folder: Path) -> bool:
 
 def _read_text_files(
     files: Mapping[str, Sequence[Path]], split: str, columns: Sequence[str]
-) -> tuple[dict[str, Sequence[Any]], Sequence[str]]:
+) -> tuple[dict[str, Sequence[object]], Sequence[str]]:
     """The columns of these that the split has, and the names of all."""
     import datasets
 
     named = {part.partition("[")[0].strip() for part in split.split("+")}
-    names, rows = dict[str, None](), {name: list[dict[str, Any]]() for name in files}
+    names, rows = dict[str, None](), {name: list[dict[str, object]]() for name in files}
     for name in named & files.keys():
         for file in files[name]:
             rows[name] += _csv_rows(file, columns, names) if file.suffix == ".csv" else _json_rows(file, columns, names)
@@ -145,7 +148,7 @@ def _csv_rows(file: Path, columns: Sequence[str], names: dict[str, None]) -> lis
     return [{name: cell or None for name, cell in row.items()} for row in rows]
 
 
-def _json_rows(file: Path, columns: Sequence[str], names: dict[str, None]) -> Generator[dict[str, Any]]:
+def _json_rows(file: Path, columns: Sequence[str], names: dict[str, None]) -> Generator[dict[str, object]]:
     """The values of these columns, of one object a line or of a list of objects. Adds the columns to `names`."""
     with file.open(encoding="utf-8-sig") as lines:
         start = lines.read(1)
@@ -164,18 +167,18 @@ def _json_rows(file: Path, columns: Sequence[str], names: dict[str, None]) -> Ge
             for row in value if is_list else [value]:
                 if not isinstance(row, dict):
                     raise ValueError(f"{file.name}:{number} holds a {type(row).__name__}; objects are needed")
-                found = cast("dict[str, Any]", row)
+                found = cast("dict[str, object]", row)
                 names |= dict.fromkeys(found)
                 yield {name: found[name] for name in columns if name in found}
 
 
 def _read_table(
     dataset: str, split: str, subset: str | None, revision: str | None, columns: Sequence[str]
-) -> tuple[dict[str, Sequence[Any]], Sequence[str]]:
+) -> tuple[dict[str, Sequence[object]], Sequence[str]]:
     """The columns of these that a data set of other files, or of the Hub, has, and the names of all."""
     import datasets
 
-    path, table = Path(dataset).expanduser(), cast("Any", None)
+    path = Path(dataset).expanduser()
     if path.is_file():
         table = datasets.load_dataset("parquet", data_files=glob.escape(str(path)), split=split)
     elif path.is_dir() and _is_saved(path):
@@ -190,11 +193,11 @@ def _read_table(
     return {name: _values(table, name) for name in columns if name in table.column_names}, table.column_names
 
 
-def _values(table: Any, name: str) -> Sequence[Any]:
+def _values(table: "Dataset", name: str) -> Sequence[object]:
     """A column: names of labels, decimals of floats as their type has them, images as they are stored."""
     import datasets
 
-    kind: Any = table.features[name]
+    kind = table.features[name]
     if isinstance(kind, datasets.ClassLabel):
         return [None if label is None else kind.names[label] for label in table[name]]
     if isinstance(kind, datasets.Image):

@@ -124,7 +124,7 @@ class Judge:
     """The score that becomes reward 0."""
     highest: float = 10.0
     """The score that becomes reward 1."""
-    options: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 16})
+    options: Mapping[str, object] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 16})
     """Further fields of the request, by OpenAI's names."""
     max_concurrent: PositiveInt = 16
     """Most requests at a time. Others wait, which does not count towards `time_limit_s`."""
@@ -237,7 +237,7 @@ class JudgedProblem(AroundProblem):
         return self.problem.prompt
 
     @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
+    def tools(self) -> Sequence[Mapping[str, object]]:
         """The problem's tools, if it has any."""
         return given(ProblemOptions, self.problem).tools
 

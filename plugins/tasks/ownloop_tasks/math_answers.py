@@ -232,7 +232,7 @@ class _Process:
         command = [sys.executable, "-P", str(script), str(theirs.fileno())]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         theirs.close()
-        self._pipe: Any = ours
+        self._pipe = ours
         failure = self._answer() if self._pipe.poll(_STARTUP_LIMIT_S) else None
         if failure != "":
             self.kill()

@@ -11,24 +11,23 @@ import resource
 import sys
 import time
 from multiprocessing.connection import Connection
-from typing import Any
 
 _MAX_MEMORY_BYTES = 4 << 30  # of address space: powers of powers would take all there is
 
 
 def main() -> None:
     """Serves requests `(answer, text, time_limit_s)`, of texts with answers, with `(found, right)`."""
-    pipe: Any = Connection(int(sys.argv[1]))
+    pipe = Connection(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     sys.set_int_max_str_digits(100_000)
     logging.disable(logging.ERROR)  # math-verify warns about every call without a time limit of its own
     try:
-        math_verify: Any = importlib.import_module("math_verify")
+        math_verify = importlib.import_module("math_verify")
     except ImportError as error:
         pipe.send(str(error))
         return
     pipe.send("")
-    answers: dict[str, Any] = {}
+    answers: dict[str, object] = {}
     while True:
         try:
             answer, text, time_limit_s = pipe.recv()

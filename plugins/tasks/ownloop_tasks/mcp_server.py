@@ -14,18 +14,35 @@ import json
 import shutil
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from rl.configuration import Positive, Several, configuration
 
 if TYPE_CHECKING:
     from mcp import ClientSession
     from mcp import Tool as MCPTool
+    from mcp.types import CallToolResult, ContentBlock
 
-Tool = tuple[dict[str, Any], Callable[..., Any]]
+
+class FunctionSchema(TypedDict):
+    """What a model is told of a function."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
+class ToolSchema(TypedDict):
+    """A function in the form that chat templates take."""
+
+    type: Literal["function"]
+    function: FunctionSchema
+
+
+Tool = tuple[ToolSchema, Callable[..., Any]]
 """A JSON schema for the chat template, and the function that it describes."""
 
 
@@ -62,7 +79,7 @@ class _Connection:
         self._loop: asyncio.AbstractEventLoop
         self._session: ClientSession
         self._incoming: Any
-        ready: Future[list[dict[str, Any]]] = Future()
+        ready: Future[list[ToolSchema]] = Future()
         threading.Thread(target=lambda: asyncio.run(self._run(server, ready)), name="mcp", daemon=True).start()
         try:
             self.schemas = ready.result()
@@ -70,7 +87,7 @@ class _Connection:
             said = f"{type(error).__name__}: {error}".strip(": ")
             raise ValueError(f"MCPServer.command {' '.join(server.command)!r} named no tools: {said}") from error
 
-    async def _run(self, server: MCPServer, ready: "Future[list[dict[str, Any]]]") -> None:
+    async def _run(self, server: MCPServer, ready: "Future[list[ToolSchema]]") -> None:
         from mcp import ClientSession, StdioServerParameters, stdio_client  # takes a second, which most runs need not
         from mcp.types import PaginatedRequestParams
 
@@ -102,13 +119,13 @@ class _Connection:
         """Whether the server has closed its output, as one that died has."""
         return self._incoming.statistics().open_send_streams == 0
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def call(self, name: str, arguments: dict[str, object]) -> "CallToolResult":
         """The server's result."""
         calling = asyncio.run_coroutine_threadsafe(self._session.call_tool(name, arguments), self._loop)
         return await asyncio.wrap_future(calling)
 
 
-async def _call(server: MCPServer, name: str, /, **arguments: Any) -> Any:
+async def _call(server: MCPServer, name: str, /, **arguments: object) -> list[dict[str, str]] | str:
     """The text that the tool answers with, behind its images.
 
     Raises RuntimeError if it reports an error, and `ServerLostError` if there is no server.
@@ -131,7 +148,7 @@ async def _call(server: MCPServer, name: str, /, **arguments: Any) -> Any:
     return [*images, {"type": "text", "text": text}] if images else text
 
 
-def _part(content: Any) -> dict[str, str]:
+def _part(content: "ContentBlock") -> dict[str, str]:
     """A part of a result as a part of a message. What a model cannot read is named."""
     if content.type == "text":
         return {"type": "text", "text": content.text}
@@ -146,9 +163,9 @@ def _part(content: Any) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def _schema(tool: "MCPTool") -> dict[str, object]:
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
+def _schema(tool: "MCPTool") -> ToolSchema:
+    function = FunctionSchema(name=tool.name, description=tool.description or "", parameters=tool.input_schema)
+    return ToolSchema(type="function", function=function)
 
 
 def _connected(server: MCPServer) -> _Connection:

@@ -14,9 +14,9 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import Strict
@@ -181,7 +181,7 @@ class _OfTask(AroundProblem):
         own = given(ProblemOptions, problem)
         self.best_reward = best_reward_of(task.env) if own.best_reward is None else own.best_reward
         self.prompt: Prompt = problem.prompt
-        tools: Sequence[Mapping[str, Any]] | None = getattr(problem, "tools", None)
+        tools = getattr(problem, "tools", None)
         if tools is not None:
             self.tools = tools
         self._task, self.problem, self._count = name, problem, count

@@ -21,14 +21,14 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, PositiveInt
 
 from ownloop_tasks.around import AroundProblem
-from ownloop_tasks.mcp_server import MCPServer, ServerLostError, Tool
+from ownloop_tasks.mcp_server import MCPServer, ServerLostError, Tool, ToolSchema
 from rl.checks import are_parts, named_function
 from rl.configuration import Positive, Several, configuration
 from rl.protocols import (
@@ -85,7 +85,7 @@ class ToolCall:
     """A call, or what is wrong with it."""
 
     name: str = ""
-    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+    arguments: dict[str, object] = field(default_factory=dict[str, object])
     fault: str = ""
     """A sentence for the model about a malformed call; empty for a well-formed one."""
 
@@ -164,7 +164,7 @@ class ToolProblem(AroundProblem):
 
     problem: Problem
     prompt: Prompt
-    tools: Sequence[Mapping[str, Any]]
+    tools: Sequence[ToolSchema]
     """JSON schemas for the chat template; see `rl.protocols.Problem`."""
     settings: ToolEnv
 
@@ -228,7 +228,7 @@ class ToolEpisode:
         if not fault:
             function = functools.partial(self._functions[call.name], **call.arguments)
             try:
-                value: Any = await call_environment(function, time_limit_s=self._settings.tool_time_limit_s)
+                value = await call_environment(function, time_limit_s=self._settings.tool_time_limit_s)
                 return value if are_parts(value) and any("image" in part for part in value) else _in_words(value)
             except EnvironmentFailedError as error:
                 if isinstance(error.__cause__, ServerLostError):
@@ -248,7 +248,7 @@ class ToolEpisode:
         return ""
 
 
-def _in_words(value: Any) -> str:
+def _in_words(value: object) -> str:
     """What a tool returned, as text. Raises `EnvironmentFailedError` for what is no JSON."""
     try:
         return _readable(value if isinstance(value, str) else json.dumps(value, default=str))
@@ -282,7 +282,7 @@ def _tool(path: str) -> Tool:
 
     try:
         function = named_function("it", path)
-        return get_json_schema(function), function
+        return ToolSchema(type="function", function=get_json_schema(function)["function"]), function
     except Exception as error:  # of the import, or of the docstring
         raise ValueError(f"ToolEnv.tools holds {path!r}, which cannot be a tool: {error}") from error
 
@@ -342,9 +342,9 @@ def _end_of_object(text: str, start: int) -> int:
     return -1
 
 
-def _call(value: Any) -> ToolCall:
+def _call(value: object) -> ToolCall:
     """The call that a JSON value stands for."""
-    fields = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    fields = cast("dict[str, object]", value) if isinstance(value, dict) else {}
     name, arguments = fields.get("name"), fields.get("arguments", fields.get("parameters"))
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolCall(fault='A tool call needs a "name" and "arguments", which are an object.')
@@ -355,18 +355,18 @@ def _call(value: Any) -> ToolCall:
         return ToolCall(fault=f"The tool call is not valid JSON: {_sentence(error)}")
     if _is_deeper(fields, MAX_DEPTH):
         return ToolCall(fault=f"The tool call is nested more than {MAX_DEPTH} deep.")
-    return ToolCall(name=name, arguments=cast("dict[str, Any]", arguments))
+    return ToolCall(name=name, arguments=cast("dict[str, object]", arguments))
 
 
 def _sentence(error: Exception) -> str:
     return "it holds half of a surrogate pair" if isinstance(error, UnicodeError) else str(error)
 
 
-def _is_deeper(value: Any, depth: int) -> bool:
+def _is_deeper(value: object, depth: int) -> bool:
     """Whether lists and objects nest more than `depth` deep."""
     if not isinstance(value, dict | list):
         return False
-    inner = cast("list[Any]", [*value.values()] if isinstance(value, dict) else value)
+    inner = cast("list[object]", [*value.values()] if isinstance(value, dict) else value)
     return depth == 0 or any(_is_deeper(each, depth - 1) for each in inner)
 
 

@@ -90,7 +90,7 @@ class DeepseekPolicy(Policy, DeepSeekV3Model):  # pyright: ignore[reportIncompat
     class Config(DeepSeekV3Model.Config):
         """Same fields as `DeepSeekV3Model.Config`."""
 
-        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+        def update_from_config(self, *, config: object, **kwargs: object) -> None:
             """Sets how every parameter and activation is sharded."""
             DeepSeekV3Model.Config.update_from_config(self, config=config, **kwargs)
             shard_head_only(self.lm_head)

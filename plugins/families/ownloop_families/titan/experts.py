@@ -117,7 +117,7 @@ class Replays(TransformerBlock):
     layer: int = 0
     """Counts from 0 in the whole model."""
 
-    def forward(self, x: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, attention_masks: object, positions: Tensor | None = None) -> Tensor:
         """[1, L, D] -> [1, L, D]; `attention_masks` may be a `RoutedPlan`."""
         attention_masks, experts = of_layer(attention_masks, self.layer)
         if self.moe_enabled:

@@ -85,7 +85,7 @@ class SinkAttention(Attention):
         super().__init__(config)
         self.softmax_scale = config.head_dim**-0.5
 
-    def forward(self, x: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, attention_masks: object, positions: Tensor | None = None) -> Tensor:
         """[1, L, D] -> [1, L, D]"""
         q, k, v = self.qkv_linear(x)
         q, k = self.rope(q, k, positions)
@@ -169,7 +169,7 @@ class GptOssPolicy(Policy):
     class Config(Decoder.Config):
         """Same fields as `Decoder.Config`."""
 
-        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+        def update_from_config(self, *, config: Any, **kwargs: object) -> None:
             """Sets how every parameter and activation is sharded."""
             Decoder.Config.update_from_config(self, config=config, **kwargs)
             parallel = config.parallelism

@@ -236,7 +236,7 @@ class Qwen35Policy(Policy):
     class Config(Decoder.Config):
         """Same fields as `Decoder.Config`."""
 
-        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+        def update_from_config(self, *, config: Any, **kwargs: object) -> None:
             """Sets how experts are shared by ranks."""
             Decoder.Config.update_from_config(self, config=config, **kwargs)
             parallel = config.parallelism

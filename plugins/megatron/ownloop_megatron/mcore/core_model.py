@@ -32,7 +32,7 @@ from trainer.engines.pytorch.hf_directory import inverse_frequencies
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy, values
 from trainer.engines.pytorch.ranks import DTYPES
 
-_PORTABLE: Mapping[str, Any] = {
+_PORTABLE: Mapping[str, object] = {
     # The weights come from files, on whichever device.
     "use_cpu_initialization": True,
     "perform_initialization": False,
@@ -71,7 +71,7 @@ class Stage(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor,
-        plan: Any,
+        plan: object,
         *,
         scored: Tensor,
         targets: Tensor,
@@ -105,7 +105,7 @@ class Stage(nn.Module):
             return values(hidden, self.model.output_layer.weight), None
         if self._is_sharded and not self._splits_tokens:
             hidden = core_api.copy_to_tensor_parallel_ranks(hidden, self._group)
-        weight: Any = (
+        weight = (
             self.model.shared_embedding_or_output_weight()
             if self._config.tie_embeddings
             else self.model.output_layer.weight
@@ -165,9 +165,11 @@ def build_model(config: TrainerConfig, decoder: DecoderConfig, groups: RankGroup
     return BuiltModel(stages, named)
 
 
-def _core_model(config: TrainerConfig, decoder: DecoderConfig, core_config: Any, collection: Any, index: int) -> Any:
+def _core_model(
+    config: TrainerConfig, decoder: DecoderConfig, core_config: object, collection: object, index: int
+) -> Any:
     """The GPTModel of a stage."""
-    provider: Any = resolve_name(config.engine_args.get(MODEL_PROVIDER, f"{__name__}:core_api.GPTModel"))
+    provider = resolve_name(config.engine_args.get(MODEL_PROVIDER, f"{__name__}:core_api.GPTModel"))
     return provider(
         config=core_config,
         transformer_layer_spec=decoder_spec(decoder, decoder.num_layers // config.num_stages),
@@ -192,7 +194,7 @@ def transformer_config(config: TrainerConfig, decoder: DecoderConfig) -> Any:
     """Megatron-core's configuration of the model and the layout."""
     dtype = DTYPES[config.compute_dtype]
     virtual = config.num_stages // config.pipeline_parallel
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "num_layers": decoder.num_layers,
         "hidden_size": decoder.dim,
         "ffn_hidden_size": decoder.hidden_dim,
@@ -254,11 +256,11 @@ class RaggedDispatcher(core_api.MoEAllGatherTokenDispatcher):
         if self.ep_size == 1:
             return hidden_states
         start = dist.get_rank(self.ep_group) * self._longest
-        combined: Any = _Combine.apply(hidden_states, start, start + self._num_tokens, self.ep_group)
+        combined: Tensor = _Combine.apply(hidden_states, start, start + self._num_tokens, self.ep_group)
         return combined
 
     def _gather(self, tokens: Tensor) -> Tensor:
-        gathered: Any = _Gather.apply(tokens, self._longest, self.ep_group)
+        gathered: Tensor = _Gather.apply(tokens, self._longest, self.ep_group)
         return gathered
 
 

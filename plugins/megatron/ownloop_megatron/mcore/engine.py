@@ -5,8 +5,6 @@ work on CUDA only. Stages of a pipeline are run by torch's schedules, as torchti
 not used.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -107,7 +105,7 @@ class RowScorer:
             plan = plan_shard(row.documents, shard, self._context)
             tokens, positions = tokens[shard.rows], positions[shard.rows]
             scored, targets, distribution = shard.scored, targets[shard.where], distribution.at(shard.where)
-        others: dict[str, Any] = {
+        others: dict[str, object] = {
             "positions": positions[None],
             "plan": with_routes(plan, row, self._device, slice(None) if shard is None else shard.rows),
             "scored": scored,

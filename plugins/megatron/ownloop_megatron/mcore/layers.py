@@ -34,7 +34,9 @@ from trainer.engines.pytorch.row_runner import of_layer
 class SplitAttention(core_api.SelfAttention):
     """Self-attention whose fused projection holds queries, keys and values one after the other."""
 
-    def get_query_key_value_tensors(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """[L, 1, D] hidden states -> queries [L, 1, heads, size], keys and values [L, 1, groups, size] of this rank."""
         size = self.hidden_size_per_attention_head
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
@@ -58,12 +60,12 @@ class ShardPlan(NamedTuple):
 class RowAttention(nn.Module):
     """Causal attention within each document of a packed row, or of this rank's shard of one."""
 
-    def __init__(self, *, softmax_scale: float | None, **_: Any) -> None:
+    def __init__(self, *, softmax_scale: float | None, **_: object) -> None:
         """Called by Megatron-core, with more than is needed here."""
         super().__init__()
         self._scale = softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: object) -> Tensor:
         """[L, 1, heads, size] queries -> [L, 1, heads * size]. The mask is what a function below planned."""
         if isinstance(attention_mask, ShardPlan):
             return attend_in_group(query, key, value, attention_mask, self._scale)
@@ -76,7 +78,7 @@ class RowAttention(nn.Module):
 class Norm(nn.RMSNorm):
     """PyTorch's norm as Megatron-core builds norms."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+    def __init__(self, config: object, hidden_size: int, eps: float) -> None:
         """Called by Megatron-core."""
         del config
         super().__init__(hidden_size, eps=eps)
@@ -97,7 +99,7 @@ class RoutedLayer(core_api.TransformerLayer):
     That registry serves all models of a process, and in a pipeline it would replay another row's experts.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Does what Megatron-core's layer does; `attention_mask` may be a `RoutedPlan`."""
         # layers count from 1 there
         kwargs["attention_mask"], experts = of_layer(kwargs["attention_mask"], self.layer_number - 1)
@@ -115,7 +117,7 @@ class _Replay(NamedTuple):
     experts: Tensor
     """[L, k] int64"""
 
-    def get_replay_topk(self, scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def get_replay_topk(self, scores: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         """[L, experts] scores -> the scores of each token's own experts [L, k], and these experts."""
         return scores.gather(1, self.experts), self.experts
 
@@ -178,7 +180,7 @@ class ColumnLinear(core_api.ColumnParallelLinear):
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:  # noqa: A002 - Megatron-core's
         if not options["sequence_parallel"]:
             return super()._forward_impl(input, weight, **options)
-        output: Any = _GatheredProduct.apply(input, weight, self.tp_group)
+        output: Tensor = _GatheredProduct.apply(input, weight, self.tp_group)
         return output if options["bias"] is None else output + options["bias"]
 
 
@@ -189,7 +191,7 @@ class RowLinear(core_api.RowParallelLinear):
         """[L, 1, D / T] -> [L / T, 1, E], and the bias, which the caller adds."""
         if not self.sequence_parallel:
             return super().forward(input_)
-        output: Any = _ReduceScatter.apply(F.linear(input_, self.weight), self.tp_group)
+        output: Tensor = _ReduceScatter.apply(F.linear(input_, self.weight), self.tp_group)
         return output, self.bias
 
 
@@ -200,7 +202,7 @@ def split_tokens(tokens: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def gather_tokens(shard: Tensor, group: dist.ProcessGroup, *, sums_gradients: bool) -> Tensor:
     """[L / T, ...] -> [L, ...]. With `sums_gradients` each rank's gradient is a part of the sum, else it is the sum."""
-    gathered: Any = _Gather.apply(shard, group, sums_gradients)
+    gathered: Tensor = _Gather.apply(shard, group, sums_gradients)
     return gathered
 
 

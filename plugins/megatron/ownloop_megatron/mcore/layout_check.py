@@ -4,7 +4,6 @@ import ast
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rl.checks import did_you_mean
 from rl.system.decoders import DecoderConfig
@@ -41,7 +40,7 @@ _FIXED = {
 }
 
 
-def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
+def check_layout(config: TrainerConfig, hf_config: Mapping[str, object]) -> ModelLimits:
     """The engine's `LayoutCheck`."""
     decoder = parse_decoder_config(hf_config)
     if decoder.family not in _FAMILIES:
@@ -135,7 +134,7 @@ def _check_stages(config: TrainerConfig, decoder: DecoderConfig) -> None:
         )
 
 
-def check_engine_args(engine_args: Mapping[str, Any]) -> None:
+def check_engine_args(engine_args: Mapping[str, object]) -> None:
     """Raises ValueError for an option that Megatron-core does not have, or that is set by something else."""
     for name, value in engine_args.items():
         if name == MODEL_PROVIDER:

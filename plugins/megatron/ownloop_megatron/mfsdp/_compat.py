@@ -5,7 +5,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
-from typing import Any, cast
+from typing import cast
 
 _CORE = "megatron.core"
 
@@ -29,7 +29,7 @@ def _without_megatron_core() -> Generator[None]:
 
 
 with _without_megatron_core():
-    _package: Any = import_module("megatron_fsdp")
+    _package = import_module("megatron_fsdp")
 
-MixedPrecisionPolicy: Any = _package.MixedPrecisionPolicy
-fully_shard_model: Any = _package.fully_shard_model
+MixedPrecisionPolicy = _package.MixedPrecisionPolicy
+fully_shard_model = _package.fully_shard_model

@@ -52,7 +52,7 @@ class MegatronFsdpEngine(FlatEngine):
         self._main.discard()
 
 
-def _wrap(policy: TransformersPolicy, mesh: Any, config: TrainerConfig, device: torch.device) -> Any:
+def _wrap(policy: TransformersPolicy, mesh: object, config: TrainerConfig, device: torch.device) -> Any:
     """Shards every block of the model, and the rest of it as one more block.
 
     Raises ValueError for a model that names no blocks.

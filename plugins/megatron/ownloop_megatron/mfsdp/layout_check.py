@@ -1,7 +1,6 @@
 """Which models, layouts and options the megatron_fsdp engine can train. Does not import Megatron-FSDP."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ _FIXED = (
 _ZERO_3 = ("optim_grads_params", 3)
 
 
-def check_layout(config: TrainerConfig, hf_config: Mapping[str, Any]) -> ModelLimits:
+def check_layout(config: TrainerConfig, hf_config: Mapping[str, object]) -> ModelLimits:
     """The engine's `LayoutCheck`."""
     limits = check_flat_layout(config, hf_config)
     for name, value in config.engine_args.items():
