@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
-from itertools import product
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from generator.pull import CopyPlan
 from rl.types import SamplingParams
 from rl.weights.memory import WeightBuffer
 from rl.weights.store import INDEX_KEY, find_record
-from rl.weights.version import TRANSPORTS, UnknownVersionError, WeightsError, WeightsMismatchError
+from rl.weights.version import UnknownVersionError, WeightsError, WeightsMismatchError
 from tests.generator.engines import EngineFactory
 from tests.generator.published import GREEDY, PROMPTS, check_pulls, export, greedy, moved, pull
 from tests.generator.running import started
@@ -28,25 +27,19 @@ from trainer.push import WeightPublisher
 pytestmark = pytest.mark.vllm
 
 
-def _cases() -> Iterator[Any]:
-    """Memory of a GPU is read as shared memory is, so one case is enough.
-
-    TorchStore knows neither families nor dtypes; two of its cases run with every change, the others are slow. So are
-    models that `cpu/test_kinds.py` pulls through shared memory with every change.
-    """
-    with_torchstore = ((served_llama, True, "float32"), (served_qwen3, False, "bfloat16"))
-    elsewhere = ((served_llama, False), (served_qwen3, True))
-    for family, tied, dtype in product((served_llama, served_qwen3), (True, False), ("float32", "bfloat16")):
-        for transport in TRANSPORTS:
-            if transport != "gpu_memory" or (family, tied, dtype) == (served_qwen3, True, "bfloat16"):
-                is_slow = transport == "torchstore" and (family, tied, dtype) not in with_torchstore
-                is_slow |= transport == "shared_memory" and (family, tied) in elsewhere
-                name = f"{family.__name__}-{tied}-{dtype}-{transport}"
-                yield pytest.param(family, tied, dtype, transport, id=name, marks=[pytest.mark.slow] if is_slow else [])
-    yield pytest.param(served_mistral, False, "bfloat16", "shared_memory", id="served_mistral-False-bfloat16")
+CASES: list[tuple[Any, bool, str, str]] = [
+    (served_llama, True, "float32", "torchstore"),
+    (served_qwen3, False, "bfloat16", "torchstore"),
+    (served_qwen3, True, "bfloat16", "gpu_memory"),
+    (served_llama, True, "float32", "shared_memory"),
+    (served_qwen3, False, "bfloat16", "shared_memory"),
+    (served_mistral, False, "bfloat16", "shared_memory"),
+]
+"""TorchStore knows neither families nor dtypes, and memory of a GPU is read as shared memory is. `cpu/test_kinds.py`
+pulls more families, tied and untied, in both dtypes."""
 
 
-@pytest.mark.parametrize(("family", "tied", "dtype", "transport"), list(_cases()))
+@pytest.mark.parametrize(("family", "tied", "dtype", "transport"), CASES)
 def test_pulled_weights_equal_a_fresh_engines(
     tmp_path: Path,
     build_engine: EngineFactory,
