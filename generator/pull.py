@@ -268,8 +268,11 @@ class CopyPlan:
             pairs = [(destination, s.of(memory)) for destination, s in self._copies if frozen or not s.frozen]
             copies = [partial(copy, pairs)] if self._on_gpu else workers.copies(pairs)
             packs = [(layer, s) for layer, s, is_frozen in self._packs if frozen or not is_frozen]
-            weights = [(layer, s.of(memory) if isinstance(s, _Source) else s) for layer, s in packs]
-            stages[frozen] = [copies, _packing(weights, pack_again), self._in_place]
+            published = [(layer, s.of(memory)) for layer, s in packs if isinstance(s, _Source)]
+            loaded = [(layer, s) for layer, s in packs if isinstance(s, torch.Tensor)]
+            # Copies come after packing, because they are short and keep all threads busy until the end.
+            first = [*_packing(published, pack_again), *copies]
+            stages[frozen] = [first, _packing(loaded, pack_again), self._in_place]
         for operations in stages[frozen]:
             workers.run(operations)
 

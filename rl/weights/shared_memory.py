@@ -72,8 +72,6 @@ class _Slot:
     """A buffer, and what a trainer rank knows of it."""
 
     buffer: WeightBuffer
-    is_introduced: bool = False
-    """Whether TorchStore has heard of it; on rank 0."""
     frozen_id: bytes = b""
     """Of the frozen tensors in it; empty if they may be incomplete."""
     places: dict[str, tuple[Region, torch.Tensor]] = field(default_factory=dict[str, tuple[Region, torch.Tensor]])
@@ -130,9 +128,9 @@ class SharedMemorySender:
     async def _begin(self, record: VersionRecord) -> int:
         """On rank 0: chooses a buffer, introduces it, and locks readers out before any rank writes."""
         index, slot = next(pair for pair in enumerate(self._slots) if pair[1] is not self._newest)
-        if not slot.is_introduced:
-            await self._index.announce(replace(record, location=slot.buffer.location))
-            slot.is_introduced = True
+        location = slot.buffer.location
+        if location not in [known.location for known in self._index.records]:
+            await self._index.announce(replace(record, location=location))
         await asyncio.to_thread(slot.buffer.begin_write, self._reader_timeout_s)
         return index
 

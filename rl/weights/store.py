@@ -92,15 +92,14 @@ class VersionIndex:
         self.records = kept
         return dropped
 
-    async def withdraw(self) -> tuple[VersionRecord, ...]:
-        """Deletes the index. Returns the records that it had. Raises `WeightsError`."""
+    async def withdraw(self) -> None:
+        """Deletes the index. Raises `WeightsError`."""
         records, self.records = self.records, ()
         if records:
             try:
                 await (await self.get_store()).delete(index_key(records[0].policy))
             except Exception as error:  # Monarch's own types if TorchStore is dead
                 raise WeightsError(f"versions were not withdrawn: TorchStore failed: {error}") from error
-        return records
 
 
 async def receivers_on_hosts(store: Store) -> tuple[Any, ...]:
