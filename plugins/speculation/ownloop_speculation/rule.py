@@ -13,8 +13,8 @@ _NUM_BENDS = 9
 """Of the curve of costs: 1 row, 2, 4 and so on, to 256."""
 _DECAY = 0.99
 """A step of 100 steps ago counts for a third."""
-_DECAY_OF_COSTS = 0.999
-"""How the costs of steps compare hardly changes."""
+_DECAY_OF_COSTS = 0.995
+"""How the costs of steps compare changes with what runs: a step of 200 steps ago counts for a third."""
 _DECAY_OF_LOAD = 0.95
 """A step of 20 steps ago counts for a third."""
 _ROWS_PER_STEP = 16.0
@@ -32,7 +32,7 @@ class DraftRule:
 
     A row is one token that is computed, sampled or drafted. Seconds are linear in rows between powers of two, and steps
     with drafts take `check` more: least squares. All of it is multiplied by the load, which follows what the newest
-    steps took: contexts grow, and other work on the host takes caches and the memory's bandwidth. So steps of long ago
+    steps took: contexts grow, and other work on the host takes caches and the memory's bandwidth. So older steps
     still tell how rows compare, of which some numbers are rare.
     """
 

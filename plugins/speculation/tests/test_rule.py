@@ -32,7 +32,7 @@ def test_costs_compare_although_the_load_changes_and_few_steps_have_no_drafts() 
         drafted = 0 if number % 40 == 0 else int(rng.integers(1, 12))
         load = 1.3 + 0.3 * np.sin(number / 200)
         seconds = load * (0.05 + 0.001 * (4 + drafted) + 0.002 * (drafted > 0))
-        rule.observe_step(4 + drafted, seconds * rng.normal(1, 0.05), checks=drafted > 0)
+        rule.observe_step(4 + drafted, seconds * rng.normal(1, 0.02), checks=drafted > 0)
         if number > 500 and number % 100 == 0:
             assert rule.seconds(10, checks=True) / rule.seconds(4) == pytest.approx(0.062 / 0.054, rel=0.025)
             assert rule.seconds(10, checks=True) == pytest.approx(load * 0.062, rel=0.1)
