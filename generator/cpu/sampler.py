@@ -64,18 +64,17 @@ def sample_with_kept_sets(self: Any, grammar_output: object) -> Any:
 
 
 def _forward_cpu(
-    self: Any, logits: Tensor, generators: Mapping[int, torch.Generator | float], k: Tensor | None, p: Tensor | None
+    self: Any, logits: Tensor, generators: Mapping[int, torch.Generator], k: Tensor | None, p: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Samples a token of each row of logits [N, V], after top-k and top-p: [N] int64, and the log-probs [N, V].
 
-    `generators` has what draws a row's random number, or the number. Leaves the kept sets in `self.kept`. The log-probs
-    take the place of the logits.
+    Leaves the kept sets in `self.kept`. The log-probs take the place of the logits.
     """
     num_rows, vocab_size = logits.shape
     uniform = torch.rand(num_rows, dtype=torch.float64)
     numbers = uniform.numpy()
-    for row, drawn in generators.items():
-        numbers[row] = draw(drawn)[0] if isinstance(drawn, torch.Generator) else drawn
+    for row, generator in generators.items():
+        numbers[row] = draw(generator)
     k = torch.full((num_rows,), vocab_size) if k is None else k
     p = torch.ones(num_rows) if p is None else p
     rows = ((k < vocab_size) | (p < 1)).nonzero()[:, 0]
@@ -149,13 +148,11 @@ def _as_masks(ids: Tensor, kept: Tensor, rows: Tensor, num_rows: int, vocab_size
     return SamplingMaskLists(rising[rising < vocab_size].to(torch.int32).numpy(), offsets.cumsum())
 
 
-def draw(generator: torch.Generator, count: int = 1) -> list[float]:
-    """Random numbers in [0, 1). PyTorch's generators on the CPU use 32 bits of a seed; here all 64 count."""
-    seed = generator.initial_seed().to_bytes(8, "little")
-    keys = (
-        seed + drawn.to_bytes(8, "little") for drawn in torch.randint(1 << 62, (count,), generator=generator).tolist()
-    )
-    return [(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 11) * 2.0**-53 for key in keys]
+def draw(generator: torch.Generator) -> float:
+    """A random number in [0, 1). PyTorch's generators on the CPU use 32 bits of a seed; here all 64 count."""
+    drawn = int(torch.randint(1 << 62, (), generator=generator))
+    key = generator.initial_seed().to_bytes(8, "little") + drawn.to_bytes(8, "little")
+    return (int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 
 def sample(logprobs: Tensor, uniform: Tensor) -> Tensor:

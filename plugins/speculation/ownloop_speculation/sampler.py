@@ -59,17 +59,18 @@ class ExactSampler(torch.nn.Module):
         logits = logits.to(torch.float32)
         if _changes_logits(sampling):  # of requests that are never drafted for (`Drafter`), so they have one row
             logits[first[:-1]] = self.sampler.apply_logits_processors(logits[first[:-1]], sampling, False)
-        drawn = {i: (each.get_state(), draw(each, sizes[i])) for i, each in sampling.generators.items()}
-        numbers = {first[i] + depth: x for i, (_, of_rows) in drawn.items() for depth, x in enumerate(of_rows)}
+        before = {i: each.get_state() for i, each in sampling.generators.items() if sizes[i] > 1}
+        generators = {first[i] + depth: each for i, each in sampling.generators.items() for depth in range(sizes[i])}
         cutter: Any = self.sampler.topk_topp_sampler
         cutter.kept = None  # of the whole step
-        sampled, logprobs = self.sampler.sample(logits, _by_row(sampling, owners, numbers))
+        sampled, logprobs = self.sampler.sample(logits, _by_row(sampling, owners, generators))
         sampled = sampled.long()
         num_tokens = _count(metadata, sampled)
-        for request, (state, _) in drawn.items():  # the random numbers of rejected rows are drawn again
+        for request, state in before.items():  # the random numbers of rejected rows are drawn again
             if num_tokens[request] < sizes[request]:
                 sampling.generators[request].set_state(state)
-                draw(sampling.generators[request], num_tokens[request])
+                for _ in range(num_tokens[request]):
+                    draw(sampling.generators[request])
         counts = np.array([depth < most for size, most in zip(sizes, num_tokens, strict=True) for depth in range(size)])
         if cutter.kept is not None:
             cutter.kept = _counted_masks(cutter.kept, counts, num_tokens)
@@ -88,8 +89,8 @@ class ExactSampler(torch.nn.Module):
         )
 
 
-def _by_row(sampling: SamplingMetadata, owners: Tensor, numbers: Any) -> SamplingMetadata:
-    """The parameters of requests, for rows with these owners [R] and random numbers."""
+def _by_row(sampling: SamplingMetadata, owners: Tensor, generators: dict[int, torch.Generator]) -> SamplingMetadata:
+    """The parameters of requests, for rows with these owners [R], which draw in their order."""
     processors: Any = LogitsProcessors()
     processors.argmax_invariant = [_ByRow(each, owners) for each in sampling.logitsprocs.argmax_invariant]
     return replace(
@@ -97,7 +98,7 @@ def _by_row(sampling: SamplingMetadata, owners: Tensor, numbers: Any) -> Samplin
         temperature=None if sampling.temperature is None else sampling.temperature[owners],
         top_k=None if sampling.top_k is None else sampling.top_k[owners],
         top_p=None if sampling.top_p is None else sampling.top_p[owners],
-        generators=numbers,
+        generators=generators,
         logitsprocs=processors,
     )
 
