@@ -9,7 +9,7 @@ Legend: T tokens of one sequence, N tokens of one completion, P tokens of one pr
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,7 +119,7 @@ class Answer(str):
             object.__setattr__(self, name, value)
         return self
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Raises AttributeError."""
         raise AttributeError(f"{name} of an Answer cannot be set")
 
@@ -139,7 +139,7 @@ class Answer(str):
         reasoning, content, _ = _parts(text, opening)
         return cls(str(text), reasoning, content, is_cut_off)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickles the parts."""
         return Answer, (str(self), self.reasoning, self.content, self.is_cut_off)
 

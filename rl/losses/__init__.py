@@ -65,7 +65,7 @@ RESERVED_METRICS = frozenset(
     {"loss", "num_loss_tokens", "memory_peak_bytes_max", "seconds_engine_max", "model_flops", "peak_flops"}
 )
 """What a `forward_backward` reports besides the metrics of its loss."""
-_REQUIRED: Any = inspect.Parameter.empty
+_REQUIRED: object = inspect.Parameter.empty
 """Stands for the default of an option without one, and for the type of a parameter that declares none."""
 _NEEDED_FOR = {
     "old_logprobs": " (the trainer's log-probs, from a `forward` before the first optimizer step) because"
@@ -102,7 +102,7 @@ class Loss:
     clips: bool = False
     """Whether it clips its importance ratio. With `importance_cap` it then needs `old_logprobs`: without them that
     ratio would be 1, and never clipped."""
-    prepare: Callable[[Sequence[Datum], Mapping[str, Any]], list[Datum]] | None = None
+    prepare: Callable[[Sequence[Datum], Mapping[str, object]], list[Datum]] | None = None
     """(batch, options) -> the batch with the loss inputs that need all of it, such as a rank among its tokens. The
     controller calls it once for each `forward_backward`."""
     checks_values: bool = True
@@ -317,7 +317,7 @@ def custom_loss(function: str | LossFunction) -> Loss:
     return Loss(name=name, function=function, head=None, needs_entropy=True, checks_values=False)
 
 
-def option_defaults(function: Callable[..., Any]) -> dict[str, Any]:
+def option_defaults(function: Callable[..., object]) -> dict[str, object]:
     """The options of a loss function, which are its keyword-only parameters, with their defaults."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
@@ -366,7 +366,7 @@ def sequences_alike(batch: Sequence[Datum], length: float) -> list[Datum]:
 def _check_type(loss: Loss, name: str, value: object) -> None:
     """Raises ValueError unless the value is of the type that the user's function declares, or of its default's."""
     try:
-        hint: Any = get_type_hints(loss.function).get(name, _REQUIRED)
+        hint: object = get_type_hints(loss.function).get(name, _REQUIRED)
     except Exception:  # names that exist for type checkers alone
         hint = _REQUIRED
     default = option_defaults(loss.function)[name]

@@ -18,10 +18,10 @@ from ownloop_speculation.sampler import ExactSampler
 class Drafter:
     """Follows the requests of one rank, and proposes drafts for the next step."""
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: object) -> None:
         """As vLLM makes it. `attach` does the rest, once there is an engine."""
 
-    def load_model(self, model: Any) -> None:
+    def load_model(self, model: object) -> None:
         """Nothing to load; vLLM's runner for CPUs calls it."""
 
     def attach(self, engine: LLMEngine, speculation: Speculation, history: History) -> None:
@@ -67,7 +67,7 @@ class Drafter:
         }
 
     def propose(
-        self, sampled: list[list[int]], num_tokens: Any, token_ids: Any, slot_mappings: Any = None
+        self, sampled: list[list[int]], num_tokens: object, token_ids: object, slot_mappings: object = None
     ) -> list[list[int]]:
         """A draft for each request of the batch, which may be empty. `sampled` are the step's tokens."""
         del slot_mappings
@@ -85,18 +85,18 @@ class Drafter:
         self._overhead = time.thread_time() - began
         return drafts
 
-    def _scheduled_step(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:
+    def _scheduled_step(self, scheduler_output: Any, *args: object, **options: object) -> object:
         self._scheduled = scheduler_output
         return self._execute_model(scheduler_output, *args, **options)
 
-    def _sample_and_keep(self, *args: Any, **options: Any) -> Any:
+    def _sample_and_keep(self, *args: object, **options: object) -> object:
         output = self._sample(*args, **options)
         found = output.logprobs_tensors
         shape = output.sampled_token_ids.shape
         self._logprobs = None if found is None else found.logprobs[:, 0].view(shape).tolist()
         return output
 
-    def _timed_step(self) -> Any:
+    def _timed_step(self) -> object:
         began = time.thread_time()
         outputs = self._step()
         if self._counted is not None:

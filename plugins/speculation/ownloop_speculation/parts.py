@@ -46,7 +46,7 @@ class HistoryDrafts(EnginePart):
         }
         return [reason for reason, holds in reasons.items() if holds]
 
-    def engine_args(self) -> Mapping[str, Any]:
+    def engine_args(self) -> Mapping[str, object]:
         """See `EnginePart`."""
         return {
             "speculative_config": {
