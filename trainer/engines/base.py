@@ -26,45 +26,19 @@ import resource
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rl.data.packing import PackedRow
 from rl.lora import LoRAConfig
 from rl.losses import Loss
 from rl.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepOutput
 
 _RESET_PEAK = "5"  # see proc(5)
 Microbatch = Sequence[Datum]
-
-
-@dataclass(frozen=True, slots=True)
-class MicrobatchHooks:
-    """A user's functions around each micro-batch of `forward` and `forward_backward`. Every rank has the same ones.
-
-    If a hook raises, the call ends on all ranks and leaves the accumulated gradient as it was.
-    """
-
-    before: Callable[[Microbatch], Microbatch] | None = None
-    """Replaces the datums of a micro-batch. Their number and their lengths must stay the same."""
-    after: Callable[[PackedRow, Tensor, Tensor | None], tuple[Tensor, Tensor | None]] | None = None
-    """Replaces a row's log-probs or values [S] and, where asked for, its entropies [S] in the output. They come without
-    gradient, and the loss is not affected."""
-
-    def prepared(self, microbatch: Microbatch) -> Microbatch:
-        """What `before` makes of a micro-batch of at least one datum. Raises ValueError if lengths changed."""
-        if self.before is None:
-            return microbatch
-        expected = [len(datum.tokens) for datum in microbatch]
-        microbatch = self.before(microbatch)
-        if (lengths := [len(datum.tokens) for datum in microbatch]) != expected:
-            raise ValueError(f"hooks.before returned datums of {lengths} tokens; {expected} are expected")
-        return microbatch
 
 
 class RankFailureError(RuntimeError):
@@ -128,8 +102,6 @@ class Engine(ABC):
     With `TrainerConfig.lora` the model is frozen, and `adapter` makes adapters over it, each of which is an engine.
     """
 
-    hooks: MicrobatchHooks = MicrobatchHooks()
-    """May be replaced between calls."""
     arithmetic = ""
     """What a generator has to compute by, for `EnginePart.check_version`, and where this engine computes."""
 

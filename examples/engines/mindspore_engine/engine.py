@@ -80,7 +80,7 @@ class MindSporeEngine(Engine):
             self._child.call("begin_call")
             for row in self._packed(microbatches):
                 self._forward_backward_row(row, loss, output)
-            result = output.result(self.hooks.after)
+            result = output.result()
             self._has_gradient = self._child.call("end_call")
         return result
 
@@ -93,7 +93,7 @@ class MindSporeEngine(Engine):
                     continue
                 scores, entropies = of_positions(row, *self._score(row, backward=False))
                 output.add(row, scores, entropies if entropy else None, {})
-            return output.result(self.hooks.after)
+            return output.result()
 
     def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
         if not math.isfinite(grad_scale):
@@ -195,8 +195,7 @@ class MindSporeEngine(Engine):
         return sum(math.prod(shape) for shape in self._shapes.values())
 
     def _packed(self, microbatches: Sequence[Microbatch]) -> list[PackedRow]:
-        prepared = [self.hooks.prepared(microbatch) for microbatch in microbatches if microbatch]
-        return [pack_row(datums, share_prefixes=True) for datums in prepared]
+        return [pack_row(datums, share_prefixes=True) for datums in microbatches if datums]
 
     def _forward_backward_row(self, row: PackedRow, loss: Loss, output: OutputCollector) -> None:
         if not len(row.scored):

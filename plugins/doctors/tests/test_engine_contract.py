@@ -3,28 +3,23 @@
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from ownloop_doctors.comparisons import require_equal
-from ownloop_doctors.one_rank import MICROBATCHES, MODEL_CHECKS, STATE_CHECKS, Check, Subject
-from rl.data.packing import PackedRow
+from ownloop_doctors.one_rank import MODEL_CHECKS, STATE_CHECKS, Check, Subject
 from rl.lora import LoRAConfig
-from rl.losses import get_loss
 from rl.tiny_models import random_batch, tiny_dense, tiny_llama, tiny_qwen3
 from rl.types import Datum
 from tests.trainer.adapters import load_engine_or_adapter
 from tests.trainer.engine_params import ENGINE_PARAMS, ENGINES, engine_param
 from trainer.config import TrainerConfig
 from trainer.engines import base, load_engine
-from trainer.engines.base import Engine, Microbatch, MicrobatchHooks
-from trainer.engines.contract.reference import ReferencePolicy, gradients
+from trainer.engines.base import Engine
+from trainer.engines.contract.reference import ReferencePolicy
 from trainer.engines.pytorch.logprobs import logprobs_and_entropy
 
 MODELS: dict[str, Callable[[Path], Path]] = {
@@ -106,38 +101,6 @@ def test_logits_equal_transformers(
         difference = (rows[-1] - torch.cat([reference.logits(datum) for datum in batch])).abs().max()
     print(f"{engine} {make}: {difference:.1e}")
     assert difference <= 1e-3
-
-
-def test_hooks_change_what_is_computed_and_what_is_returned(build_any: Build) -> None:
-    def reverse(microbatch: Microbatch) -> Microbatch:
-        return [replace(datum, tokens=datum.tokens[::-1].copy()) for datum in microbatch]
-
-    def halve(row: PackedRow, scores: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        assert len(row.pair_index) == len(scores)
-        assert not scores.requires_grad
-        return scores / 2, entropy
-
-    hooked, plain = build_any(), build_any()
-    hooked.hooks = MicrobatchHooks(before=reverse, after=halve)
-    expected = plain.forward_backward([reverse(m) for m in MICROBATCHES], get_loss("cross_entropy"))
-    output = hooked.forward_backward(MICROBATCHES, get_loss("cross_entropy"))
-    for actual, reference in zip(output.logprobs, expected.logprobs, strict=True):
-        np.testing.assert_array_equal(actual, reference / 2)
-    before = gradients(hooked)
-    require_equal("gradients", before, gradients(plain))
-    output = hooked.forward(MICROBATCHES, entropy=True)
-    np.testing.assert_allclose(output.logprobs[1], expected.logprobs[1] / 2, atol=1e-6)
-    for hooks, message in (
-        (
-            MicrobatchHooks(before=lambda microbatch: microbatch[1:]),
-            r"hooks.before returned datums of \[17, 5\] tokens",
-        ),
-        (MicrobatchHooks(after=lambda row, scores, entropy: (scores[1:], entropy)), "hooks.after returned scores"),
-    ):
-        hooked.hooks = hooks
-        with pytest.raises(ValueError, match=message):
-            hooked.forward_backward(MICROBATCHES, get_loss("cross_entropy"))
-        require_equal("gradients", gradients(hooked), before)
 
 
 def test_the_example_of_the_interface_runs_as_it_stands(

@@ -103,7 +103,7 @@ class TorchEngine(Engine):
         ):
             self._rows.accumulate(self._packed(microbatches), loss, output)
             self._reduce_gradients()
-            result = self._result(output)
+            result = output.result()
         return self._rows.shared_output(result)
 
     def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> ForwardBackwardOutput:
@@ -111,7 +111,7 @@ class TorchEngine(Engine):
         with self._memory.phase("forward"), self.eval_mode(), torch.no_grad():
             self._rows.forward(self._packed(microbatches), output, entropy=entropy)
             self._reshard()
-            result = self._result(output)
+            result = output.result()
         return self._rows.shared_output(result)
 
     def optim_step(self, params: AdamParams, grad_scale: float = 1.0) -> OptimStepOutput:
@@ -200,14 +200,7 @@ class TorchEngine(Engine):
 
     def _packed(self, microbatches: Sequence[Microbatch]) -> list[PackedRow | None]:
         """Packs each micro-batch into a row; an empty one becomes None."""
-        return self._failure_sync.run(
-            lambda: [self._pack_row(self.hooks.prepared(each)) if each else None for each in microbatches]
-        )
-
-    def _result(self, output: OutputCollector) -> ForwardBackwardOutput:
-        if self.hooks.after is None:
-            return output.result()
-        return self._failure_sync.run(lambda: output.result(self.hooks.after))
+        return self._failure_sync.run(lambda: [self._pack_row(each) if each else None for each in microbatches])
 
     @contextlib.contextmanager
     def _gradient_restored_on_failure(self) -> Generator[None]:

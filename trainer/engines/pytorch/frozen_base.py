@@ -84,7 +84,6 @@ class FrozenBase(Engine):
         self._adapters.pop(name).close()
 
     def forward(self, microbatches: Sequence[Microbatch], *, entropy: bool = False) -> ForwardBackwardOutput:
-        self._engine.hooks = self.hooks
         return self._engine.forward(microbatches, entropy=entropy)
 
     def forward_backward(self, *_: object, **__: object) -> NoReturn:

@@ -59,8 +59,6 @@ class FailureSync:
 
 
 _Arrays = tuple[NDArray[np.float32], ...]
-_Row = tuple[PackedRow, Tensor | None, Tensor | None]
-Change = Callable[[PackedRow, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 class OutputCollector:
@@ -78,7 +76,7 @@ class OutputCollector:
         self._entropy = entropy
         self._memory = memory
         self._start = time.perf_counter()
-        self._rows: list[_Row] = []
+        self._rows: list[tuple[PackedRow, Tensor | None, Tensor | None]] = []
         self._metrics: list[Mapping[str, Tensor]] = []
 
     def add(self, row: PackedRow, scores: Tensor | None, entropy: Tensor | None, metrics: Mapping[str, Tensor]) -> None:
@@ -86,10 +84,8 @@ class OutputCollector:
         self._rows.append((row, scores, entropy))
         self._metrics.append(metrics)
 
-    def result(self, change: Change | None = None) -> ForwardBackwardOutput:
-        """Returns everything added so far. `change` replaces a row's scores and entropies by as many others."""
-        if change is not None:
-            self._rows = [_changed(change, *of_row) for of_row in self._rows]
+    def result(self) -> ForwardBackwardOutput:
+        """Returns everything added so far."""
         num_loss_tokens = float(sum(row.num_loss_tokens for row, _, _ in self._rows))
         parts = [{name: float(value) for name, value in metrics.items()} for metrics in self._metrics]
         scores = _unpack([(row, scores) for row, scores, _ in self._rows])
@@ -110,18 +106,6 @@ class OutputCollector:
                 **merge_metrics(parts),
             },
         )
-
-
-def _changed(change: Change, row: PackedRow, scores: Tensor | None, entropy: Tensor | None) -> _Row:
-    if scores is None:
-        return row, None, None
-    entropy = None if entropy is None else entropy.detach()
-    changed = row, *change(row, scores.detach(), entropy)
-    shapes = [None if values is None else tuple(values.shape) for values in changed[1:]]
-    expected = [None if values is None else tuple(values.shape) for values in (scores, entropy)]
-    if shapes != expected:
-        raise ValueError(f"hooks.after returned scores and entropies of shapes {shapes}; {expected} are expected")
-    return changed
 
 
 def _unpack(rows: Sequence[tuple[PackedRow, Tensor | None]]) -> _Arrays:
