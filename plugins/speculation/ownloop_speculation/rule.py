@@ -17,6 +17,8 @@ _DECAY_OF_COSTS = 0.995
 """How the costs of steps compare changes with what runs: a step of 200 steps ago counts for a third."""
 _DECAY_OF_LOAD = 0.95
 """A step of 20 steps ago counts for a third."""
+_KNOWN = 20
+"""Steps of about as many rows, after which one that takes longer tells of the load, and before of the rows."""
 _ROWS_PER_STEP = 16.0
 """Before rows were varied: what a step costs at all is that of so many rows."""
 _MAX_DISTURBED = 4
@@ -90,10 +92,10 @@ class DraftRule:
             return
         self._num_steps += 1
         self._most_rows = max(rows, self._most_rows)
-        if self._num_steps > 8 and not is_slow:
-            self._load *= _DECAY_OF_LOAD + (1 - _DECAY_OF_LOAD) * seconds / expected
         features = np.zeros(_NUM_BENDS + 1)
         bend, beyond = _place(rows)
+        if self._moments[bend, bend] + self._moments[bend + 1, bend + 1] > _KNOWN and not is_slow:
+            self._load *= _DECAY_OF_LOAD + (1 - _DECAY_OF_LOAD) * seconds / expected
         features[bend], features[bend + 1], features[-1] = 1 - beyond, beyond, checks
         self._moments = _DECAY_OF_COSTS * self._moments + np.outer(features, features)
         self._seconds = _DECAY_OF_COSTS * self._seconds + features * seconds / self._load
@@ -117,10 +119,13 @@ class DraftRule:
         self._paces[running.bit_length()] = _DECAY * tokens + num_tokens, seconds
 
     def observe_look(self, running: int, saved: float, took: float) -> None:
-        """Counts what looking for drafts took, in seconds, and what the drafts then saved."""
+        """Counts what looking for drafts took, in seconds, and what the drafts then saved.
+
+        A loss is forgotten beyond what the looks of a trial take: it may be one of costs that were not known yet.
+        """
         size = running.bit_length()
         self._num_looks[size] = self._num_looks.get(size, 0) + 1
-        self._balances[size] = _DECAY * self._balances.get(size, 0.0) + saved - took
+        self._balances[size] = max(_DECAY * self._balances.get(size, 0.0) + saved - took, -_TRIAL * took)
         self.look += (took / running - self.look) / min(100, sum(self._num_looks.values()))
 
     def seconds(self, rows: int, *, checks: bool = False) -> float:

@@ -38,6 +38,18 @@ def test_costs_compare_although_the_load_changes_and_few_steps_have_no_drafts() 
             assert rule.seconds(10, checks=True) == pytest.approx(load * 0.062, rel=0.1)
 
 
+def test_fewer_rows_than_before_are_not_taken_for_a_load() -> None:
+    rng, rule = np.random.default_rng(0), DraftRule()
+    for _ in range(300):
+        rows = 32 + int(rng.integers(0, 3))
+        rule.observe_step(rows, 0.013 + 0.001 * rows + 0.001 * (rows > 32), checks=rows > 32)
+    before = rule.seconds(32)
+    for _ in range(60):
+        rule.observe_step(1, 0.017, checks=False)
+    assert rule.seconds(1) == pytest.approx(0.017, rel=0.01)
+    assert rule.seconds(32) == pytest.approx(before, rel=0.03)
+
+
 def test_costs_that_bend_are_found() -> None:
     rng, rule = np.random.default_rng(0), DraftRule()
     for _ in range(2000):
@@ -117,3 +129,8 @@ def test_looking_rests_where_it_does_not_pay() -> None:
     assert all(rule.is_worth_a_look(20) for _ in range(100)), "so many requests have a trial of their own"
     rule.observe_look(4, saved=0.05, took=1e-4)
     assert all(rule.is_worth_a_look(4) for _ in range(100))
+    for _ in range(100):
+        rule.observe_look(4, saved=-0.5, took=1e-4)
+    assert sum(rule.is_worth_a_look(4) for _ in range(640)) == 10
+    rule.observe_look(4, saved=0.004, took=1e-4)
+    assert all(rule.is_worth_a_look(4) for _ in range(100)), "steps that cost too much before costs were known"
