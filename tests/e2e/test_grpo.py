@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from controller.runs.metric_rows import is_timing
 from controller.runs.models import resolve_model
-from tests.e2e.cli_runs import wait_for_step
+from tests.e2e.cli_runs import process_of, wait_for_step
 from tests.generator.served_models import served_llama
 from tests.rl.recordings import recorded_rows
 from tests.waiting import LIMIT_S, wait_until
@@ -119,8 +118,9 @@ def test_evaluations_apart_measure_the_same(tmp_path: Path) -> None:
         run = _ownloop(tmp_path / name, TINY_RECIPE, *options)
         if name == "killed":
             wait_for_step(run, tmp_path / name / "run", 2)
-            (evaluator,) = (tmp_path / name / "run").glob("logs/evaluator-0.log")
-            os.kill(int(re.findall(r"pid=(\d+)", evaluator.read_text())[0]), signal.SIGKILL)
+            evaluator = process_of(tmp_path / name / "run/logs/evaluator-0.log")
+            assert evaluator is not None
+            os.kill(evaluator, signal.SIGKILL)
         output, _ = run.communicate(timeout=LIMIT_S)
         assert run.returncode == 0, output
         assert ("restarting after" in output) is (name == "killed")
