@@ -109,6 +109,16 @@ def test_a_refused_pickle_leaves_what_it_names_as_it_was(path: Path, named: str,
     assert {**after, "__dict__": dict(after["__dict__"] or {})} == before
 
 
+@pytest.mark.stranger("2.C12")
+def test_a_refused_pickle_leaves_the_members_of_an_enumeration(path: Path) -> None:
+    named, state = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n", pickle.dumps({"_value_": 7}, 2)
+    (path / ".metadata").write_bytes(b"\x80\x02" + named + b"K\x01\x85R" + state[2:-1] + b"b.")
+    with pytest.raises(ValueError, match=r"\.metadata cannot be read"):
+        CheckpointReader(path).read_metadata()
+    module = importlib.import_module("torch.distributed.checkpoint.metadata")
+    assert [member.value for member in vars(module)["_MEM_FORMAT_ENCODING"]] == [0, 1, 2]
+
+
 def test_code_in_a_shard_is_refused_and_not_run(path: Path, tmp_path: Path) -> None:
     name = shard(path)
     torch.save(Payload(tmp_path / "was_here"), path / name)

@@ -8,6 +8,7 @@ import pickle
 import re
 from collections import defaultdict
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,5 +111,10 @@ class _MetadataUnpickler(pickle.Unpickler):
             raise _RefusedClassError(f"{module_name}.{global_name}")
         found: Any = super().find_class(module_name, global_name)
         if (module_name, global_name) in _CALLED:
-            return partial(found)
+            return partial(_equal_to, found) if isinstance(found, type) and issubclass(found, Enum) else partial(found)
         return found if is_dtype else type(global_name, (), {"__new__": lambda _, *args: found.__new__(found, *args)})
+
+
+def _equal_to(kind: type[Enum], value: object) -> object:
+    """An object that is equal to the member of this value: there is one such member in the process."""
+    return type(kind.__name__, (), {"__slots__": (), "__eq__": lambda _, other: other is kind(value)})()
