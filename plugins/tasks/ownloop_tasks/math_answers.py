@@ -5,6 +5,7 @@ answer stays right. math-verify's own limits are signals, which only work in a m
 operation on large numbers; a process can be killed.
 """
 
+import contextlib
 import functools
 import os
 import queue
@@ -17,7 +18,6 @@ from dataclasses import dataclass
 from decimal import Decimal
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -93,15 +93,19 @@ class MathComparer:
         with waiting():
             process = self._idle.get()
         try:
-            if process is None or process.has_ended():  # killed while it was idle, which is not this answer's fault
-                with waiting():
-                    process = _Process(self._waiting_factor)
-            found = process.ask((f"\\boxed{{{plain(answer)}}}", given, time_limit_s), time_limit_s)
-            if found is None:
-                process.kill()
-                process = None
-                return Comparison(timed_out=True)
-            return Comparison(found=found[0], right=found[1])
+            for _ in range(2):  # a process that was killed, as for want of memory, says nothing of the answer
+                if process is None or process.has_ended():
+                    with waiting():
+                        process = _Process(self._waiting_factor)
+                try:
+                    found = process.ask((f"\\boxed{{{plain(answer)}}}", given, time_limit_s), time_limit_s)
+                    if found is not None:
+                        return Comparison(found=found[0], right=found[1])
+                    process.kill()
+                    break
+                except (EOFError, OSError):
+                    process.kill()
+            return Comparison(timed_out=True)
         finally:
             self._idle.put(process)
 
@@ -233,7 +237,9 @@ class _Process:
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         theirs.close()
         self._pipe = ours
-        failure = self._answer() if self._pipe.poll(_STARTUP_LIMIT_S) else None
+        failure = None
+        with contextlib.suppress(EOFError, OSError):
+            failure = self._pipe.recv() if self._pipe.poll(_STARTUP_LIMIT_S) else None
         if failure != "":
             self.kill()
             raise ValueError(
@@ -241,12 +247,9 @@ class _Process:
             )
 
     def ask(self, request: tuple[str, str, float], time_limit_s: float) -> tuple[bool, bool] | None:
-        """(found, right), or None if the process did not answer in time or died."""
-        try:
-            self._pipe.send(request)
-        except OSError:
-            return None
-        return self._answer() if self._answers_within(time_limit_s) else None
+        """(found, right), or None if the process did not answer in time. Raises EOFError or OSError if it died."""
+        self._pipe.send(request)
+        return self._pipe.recv() if self._answers_within(time_limit_s) else None
 
     def _answers_within(self, time_limit_s: float) -> bool:
         """Waits for an answer, or for the end of the process, until it has computed for `time_limit_s`."""
@@ -261,12 +264,6 @@ class _Process:
     def _cpu_time_s(self) -> float:
         times = psutil.Process(self._process.pid).cpu_times()
         return times.user + times.system
-
-    def _answer(self) -> Any:
-        try:
-            return self._pipe.recv()
-        except (EOFError, OSError):
-            return None
 
     def has_ended(self) -> bool:
         """Whether it does not run any more."""

@@ -215,6 +215,15 @@ def test_a_process_that_is_killed_while_it_is_idle_is_replaced() -> None:
     assert comparer.compare("72", "72", boxed=False, time_limit_s=5).right
 
 
+@pytest.mark.stranger("2.B3")
+def test_a_process_that_is_killed_while_it_compares_says_nothing_of_the_answer() -> None:
+    comparer, comparing = _suspended(waiting_factor=1000)
+    killing = threading.Timer(0.5, comparing.kill)
+    killing.start()
+    assert comparer.compare("4", "\\boxed{4}", boxed=True, time_limit_s=5) == Comparison(found=True, right=True)
+    join(killing)
+
+
 def test_a_busy_machine_does_not_make_a_right_answer_wrong() -> None:
     comparer, comparing = _suspended(waiting_factor=1000)
     going_on = threading.Timer(0.5, comparing.resume)
