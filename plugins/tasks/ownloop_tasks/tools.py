@@ -42,6 +42,7 @@ from rl.protocols import (
     best_reward_of,
     given,
 )
+from rl.rollouts.chats import text_of
 from rl.rollouts.guard import (
     Environment,
     EnvironmentFailedError,
@@ -153,7 +154,7 @@ class ToolEnv:
         if self.show_tools == "system":
             text = _SYSTEM.format(tools="\n".join(json.dumps(schema) for schema in schemas))
             has_system = prompt[0]["role"] == "system"
-            text = f"{prompt[0]['content']}\n\n{text}" if has_system else text
+            text = f"{text_of(prompt[0]['content'])}\n\n{text}" if has_system else text
             prompt, schemas = [{"role": "system", "content": text}, *prompt[has_system:]], ()
         return ToolProblem(problem=problem, prompt=prompt, tools=schemas, settings=self)
 

@@ -17,7 +17,7 @@ from ownloop_tasks.mixture import Mixture, Task
 from ownloop_tasks.tools import MAX_CALLS, ToolEnv, ToolFormat, parse_tool_calls
 from rl.envs.procedural import TextProblem, eval_set, train_stream
 from rl.protocols import Done, Observation, Reply
-from rl.rollouts.rendering import Renderer
+from rl.rollouts.rendering import Renderer, prompt_text
 from rl.tiny_models import tiny_llama
 from rl.types import Answer
 from tests.waiting import LIMIT_S
@@ -358,6 +358,15 @@ def test_the_template_or_a_system_message_shows_the_tools(tmp_path: Path) -> Non
     assert text in str(told.prompt[0]["content"])  # pyright: ignore[reportArgumentType, reportCallIssue]
     assert told.prompt[1:] == shown.prompt
     assert Renderer(model).encode_problem(told)
+
+
+@pytest.mark.stranger("2.D2")
+@pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}], ["Be brief."]])
+def test_tools_stand_below_a_system_message_of_any_form(content: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = TextProblem(id="a", prompt=[{"role": "system", "content": content}], score=float)
+    monkeypatch.setattr(Sums, "eval_problems", lambda *_: [problem])
+    (told,) = ToolEnv(env=Sums(), tools=(CALCULATE,), show_tools="system").eval_problems(1)
+    assert prompt_text(told.prompt).startswith("Be brief.\n\n# Tools\n")
 
 
 @pytest.mark.parametrize(
