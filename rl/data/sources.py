@@ -16,7 +16,7 @@ import numpy as np
 from rl.advantages import gather_scored
 from rl.checks import check_known, prompt_fault, text_fault
 from rl.configuration import AnyPath, configuration
-from rl.data.rows import content_id, numpy_order, read_rows, split, stream, without_held_out
+from rl.data.rows import content_id, numpy_order, read_rows, spaced_alike, split, stream, without_held_out
 from rl.images import images_of
 from rl.protocols import Env, Problem, ProblemOptions, Prompt, Trainer, given
 from rl.rollouts.evaluation import Measurement
@@ -231,10 +231,11 @@ def _read_preferences(path: Path) -> list[Preference]:
 
 
 def _id(prompt: Prompt) -> str:
-    """The prompt's text; of a prompt with images, which may have the same text as many others, also a hash."""
+    """The prompt's text; with images or calls, beside which many prompts may have the same text, also a hash."""
     text = prompt_text(prompt)
-    is_text = isinstance(prompt, str) or all(isinstance(message["content"], str) for message in prompt)
-    return text if is_text else f"{text} {content_id(prompt)}"
+    if isinstance(prompt, str) or ("[image]" not in text and all(m.get("content") is not None for m in prompt)):
+        return text
+    return f"{text} {content_id(spaced_alike(prompt))}"
 
 
 def _held_out(read: Callable[[Path], list[Item]], path: Path, eval_path: Path | None) -> list[Item]:

@@ -7,6 +7,7 @@ The tests run in another process than the code that they test (`code_process.py`
 not what is expected. The plug-in's page says what this cannot tell from a solution.
 """
 
+import ast
 import re
 import secrets
 import textwrap
@@ -14,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, cast
 
 from pydantic import Field, NonNegativeInt
 
 from ownloop_sandbox import Sandbox, find_way, run_python
-from ownloop_tasks.data_sets import load_columns
+from ownloop_tasks.data_sets import load_columns, text_of
 from rl.configuration import Several, configuration, holds
-from rl.data.rows import content_id, python_order, split, stream, without_held_out
+from rl.data.rows import content_id, python_order, spaced_alike, split, stream, without_held_out
 from rl.protocols import Done, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
 from rl.types import Answer, PathOrName
@@ -245,23 +246,41 @@ def _problems(env: CodeProblems, name: str) -> list[CodeProblem]:
 
 def _problem(env: CodeProblems, row: Mapping[str, object], where: str) -> CodeProblem:
     """Raises ValueError, beginning with `where`, for a row without a question or tests."""
-    question, tests = str(row["question"] or "").strip(), _statements(row["tests"])
+    asked = row["question"]
+    question = "" if asked is None else text_of(asked, f"{where}: column {env.question!r}").strip()
+    tests, setup, solution = (
+        _statements(row.get(name), f"{where}: column {column!r}")
+        for name, column in (("tests", env.tests), ("setup", env.setup), ("solution", env.solution))
+    )
     if not question or not tests:
         raise ValueError(f"{where}: the columns {env.question!r} and {env.tests!r} must hold a question and its tests")
+    if (idle := next(filter(_is_literal, tests), None)) is not None:
+        raise ValueError(f"{where}: column {env.tests!r} holds the test {idle!r:.80}, which fails for no code")
     asked = env.template.replace("{question}", question).replace("{tests}", "\n".join(tests[: env.num_shown]))
     return CodeProblem(
-        id=content_id(question),
+        id=content_id(spaced_alike(question)),
         prompt=[{"role": "user", "content": asked}],
-        setup="\n".join(_statements(row.get("setup"))),
+        setup="\n".join(setup),
         tests=tests,
         partial_credit=env.partial_credit,
         time_limit_s=env.time_limit_s,
         sandbox=env.sandbox,
-        answer=f"```python\n{row['solution']}\n```" if row.get("solution") else "",
+        answer="\n".join(("```python", *solution, "```")) if solution else "",
     )
 
 
-def _statements(value: Any) -> tuple[str, ...]:
-    """The code of a column that holds one text, several, or nothing."""
-    texts: Sequence[object] = (value,) if isinstance(value, str) else value or ()
-    return tuple(str(text) for text in texts if str(text).strip())
+def _statements(value: object, where: str) -> tuple[str, ...]:
+    """The code of a column that holds one text, several, or nothing. Raises ValueError, beginning with `where`."""
+    texts = [value] if isinstance(value, str) else [] if value is None else cast("Sequence[object]", value)
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{where} is {value!r:.80}; text, or a list of texts, is needed")
+    return tuple(text for text in cast("Sequence[str]", texts) if text.strip())
+
+
+def _is_literal(test: str) -> bool:
+    """Whether it is a value and no statement, such as a list that a CSV holds as text."""
+    try:
+        ast.literal_eval(test.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False
+    return True

@@ -25,7 +25,7 @@ from pydantic import Field
 from ownloop_tasks.data_sets import read_columns
 from ownloop_tasks.math_answers import WAITING_FACTOR, is_one_answer, last_boxes, math_comparer, plain
 from rl.configuration import Several, configuration, holds
-from rl.data.rows import content_id, python_order, split, stream, without_held_out
+from rl.data.rows import content_id, python_order, spaced_alike, split, stream, without_held_out
 from rl.protocols import Done, Prompt
 from rl.rollouts.guard import DEFAULT_TIME_LIMIT_S
 from rl.system.disk import cache_directory
@@ -180,7 +180,7 @@ def _problems(env: MathProblems, rows: Sequence[tuple[str, ...]]) -> list[MathPr
         expected = final_answer(text, env.answer_marker)
         has_form = env.answer_form == "anywhere" or last_boxes(text) == expected
         problem = MathProblem(
-            id=content_id(question.strip()),
+            id=content_id(spaced_alike(question)),
             prompt=[{"role": "user", "content": asked}] if env.chat else asked,
             expected=expected,
             answer=text if has_form else f"\\boxed{{{expected}}}",

@@ -296,6 +296,22 @@ def test_problems_of_a_file(tmp_path: Path) -> None:
     assert check_env(env) == []
 
 
+@pytest.mark.stranger("2.D10")
+def test_a_question_is_on_one_side_however_it_is_spaced(tmp_path: Path) -> None:
+    rows = [{**row, "text": row["text"].replace(" ", gap)} for row in _rows(40) for gap in (" ", "  ", "\n")]
+    env = _env(tmp_path, rows)
+    assert not {p.tests for p in env.eval_problems(2)} & {p.tests for p in env.train_problems(0, 0, 80)}
+
+
+@pytest.mark.stranger("2.D4")
+@pytest.mark.parametrize(
+    "tests", [["assert x", None], {"inputs": [1]}, '["assert f(1) == 2"]', "None", ["assert x", " 'x == 1' "], [1], 1]
+)
+def test_tests_that_are_no_statements_are_refused(tests: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="row 20: column 'test_list'"):
+        _env(tmp_path, [*_rows(20), {"text": "One.", "test_list": tests}]).eval_problems(1)
+
+
 def test_wrong_files_and_fields_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no column 'code_of'; it has the columns 'text', 'code', 'test_list'"):
         _env(tmp_path, _rows(20), solution="code_of").eval_problems(1)

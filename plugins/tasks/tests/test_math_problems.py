@@ -317,6 +317,18 @@ def test_a_folder_has_splits_and_held_out_questions(tmp_path: Path) -> None:
         env.eval_problems(21)
 
 
+@pytest.mark.stranger("2.D10")
+def test_a_question_is_on_one_side_however_it_is_spaced(tmp_path: Path) -> None:
+    rows = [{**row, "question": row["question"].replace(" ", gap)} for row in _sums(0, 40) for gap in (" ", "  ", "\n")]
+    env = MathProblems(dataset=_jsonl(tmp_path / "sums.jsonl", rows), answer_form="anywhere")
+    held_out, trained = env.eval_problems(2), env.train_problems(0, 0, 80)
+    assert not {p.answer for p in held_out} & {p.answer for p in trained}
+    _jsonl(tmp_path / "both" / "train.jsonl", rows)
+    _jsonl(tmp_path / "both" / "test.jsonl", rows[: 3 * 20])
+    env = MathProblems(dataset=str(tmp_path / "both"), eval_split="test")
+    assert {p.answer for p in env.train_problems(0, 0, 80)} == {f"\\boxed{{{i + 1}}}" for i in range(20, 40)}
+
+
 def test_answers_that_cannot_be_read_are_counted_and_named(tmp_path: Path) -> None:
     rows = [*_sums(0, 40), {"question": "?", "answer": "#### "}, {"question": "!", "answer": "#### \\frac{1}{"}]
     file = _jsonl(tmp_path / "sums.jsonl", rows)

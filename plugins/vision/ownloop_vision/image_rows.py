@@ -3,7 +3,8 @@
     ImageRows(dataset="lmms-lab/some-set", question_column="question", answer_column="answer")
     ImageRows(dataset="pictures/", question="What is this?", answer_column="label")      # a folder for each label
 
-A tenth of the rows is held out, chosen by their content. Files of images stay on the disk until a row is asked for.
+A tenth of the rows is held out, chosen by their questions with their images. Files of images stay on the disk until a
+row is asked for.
 """
 
 import functools
@@ -16,7 +17,7 @@ from ownloop_tasks.data_sets import load_columns, text_of
 from ownloop_vision.qwen_images import file_bytes
 from rl.checks import named_function
 from rl.configuration import configuration
-from rl.data.rows import python_order, split, stream
+from rl.data.rows import python_order, spaced_alike, split, stream
 from rl.envs.procedural import TextProblem
 from rl.types import PathOrName
 
@@ -121,8 +122,12 @@ class _Rows:
         self._questions = [env.question] * len(self._answers)
         if env.question_column:
             self._questions = _texts(columns[env.question_column], f"{where} {env.question_column!r}")
-        self.ids = [_id(*self.read(number)) for number in range(len(self._answers))]
-        self.train, self.held_out = split(range(len(self.ids)), self.ids.__getitem__)
+        self.ids, asked = list[str](), list[str]()
+        for number in range(len(self._answers)):
+            question, answer, images = self.read(number)
+            self.ids.append(_id(f"{question}\n{answer}", images))
+            asked.append(_id(f"{spaced_alike(question)}", images))  # one question may have several answers
+        self.train, self.held_out = split(range(len(asked)), asked.__getitem__)
 
     def read(self, number: int) -> tuple[str, str, list[bytes]]:
         """Question, answer and files of images of a row. Raises ValueError for an image that cannot be read."""
@@ -143,8 +148,8 @@ def _texts(values: Sequence[object], where: str) -> list[str]:
     return [text_of(value, f"{where}: row {number}") for number, value in enumerate(values)]
 
 
-def _id(question: str, answer: str, images: Sequence[bytes]) -> str:
-    digest = hashlib.blake2b(f"{question}\n{answer}".encode(), digest_size=12)
+def _id(text: str, images: Sequence[bytes]) -> str:
+    digest = hashlib.blake2b(text.encode(), digest_size=12)
     for image in images:
         digest.update(image)
     return digest.hexdigest()

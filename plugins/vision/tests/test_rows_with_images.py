@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,21 @@ def test_answers_are_the_texts_of_the_file(tmp_path: Path) -> None:
         (tmp_path / "rows.jsonl").write_text("\n".join(rows))
         with pytest.raises(ValueError, match="column 'answer': row 0 is"):
             ImageRows(dataset=str(tmp_path / "rows.jsonl"), question="which?", answer_column="answer")
+
+
+@pytest.mark.stranger("2.D10")
+def test_a_question_about_an_image_is_on_one_side_with_all_its_answers(tmp_path: Path) -> None:
+    asked = [("which?", "a"), ("which?", "b"), (" which?\n", "c")]
+    rows = [
+        {"image": str(file.relative_to(tmp_path)), "q": question, "answer": f"{number} {answer}"}
+        for number, (file, _) in enumerate(pictures(tmp_path))
+        for question, answer in asked
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    env = ImageRows(dataset=str(tmp_path / "rows.jsonl"), question_column="q", answer_column="answer")
+    held_out = Counter(p.answer.split()[0] for p in env.eval_problems(15) if p.answer)
+    assert len({p.id for p in env.eval_problems(15)}) == 15
+    assert {*held_out.values()} == {3}
 
 
 def test_the_hash_is_of_the_file_and_of_what_is_read() -> None:

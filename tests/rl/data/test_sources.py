@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,24 @@ def test_prompts_of_the_held_out_file_are_not_trained_on(tmp_path: Path) -> None
     assert {e.id for e in JsonlExamples(path=new, eval_path=path).train_examples(0, 0, 9)} == {"new"}
     assert {p.id for p in JsonlPreferences(path=new, eval_path=path).train_preferences(0, 0, 9)} == {"new"}
     assert len(JsonlExamples(path=new, eval_path=path).eval_examples(9)) == 3
+
+
+@pytest.mark.stranger("2.D10")
+def test_every_form_of_a_prompt_is_on_one_side(tmp_path: Path) -> None:
+    image, call = (
+        {"type": "image", "image": "a.png"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+    )
+    questions = [f"is\n{number} odd?" for number in range(60)]
+    rows = [
+        {"prompt": [{"role": "user", "content": content}, *more], "completion": question}
+        for question in questions
+        for said in (question, f"{question} ", question.replace("\n", "  "))
+        for content, more in ((said, []), ([{"type": "text", "text": said}], []), ([image, said], []), (said, [call]))
+    ]
+    data = JsonlExamples(path=_write(tmp_path / "data.jsonl", *rows))
+    held_out = Counter((e.completion, len(e.prompt), "image" in str(e.prompt)) for e in data.eval_examples(len(rows)))
+    assert {(kind[1:], count) for kind, count in held_out.items()} == {((1, False), 6), ((1, True), 3), ((2, False), 3)}
 
 
 def test_prompts_may_be_chats(tmp_path: Path) -> None:
