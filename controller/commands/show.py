@@ -105,6 +105,8 @@ def _run_folder(name: str, runs: Path) -> Path | None:
     try:
         run = find_run(name, runs)
     except ValueError:
+        if Path(name).is_dir() and name not in recipe_files():
+            raise
         return None
     return None if run != Path(name) and name in recipe_files() else run
 

@@ -44,6 +44,16 @@ def test_a_run_without_rollouts_says_so(tmp_path: Path, capfd: pytest.CaptureFix
         _show("mine", tmp_path, capfd)
 
 
+def test_a_models_directory_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        _show(str(model), tmp_path, capfd)
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match=f"{model} is a model"):
+        _show(str(model), tmp_path, capfd)
+
+
 def test_a_recipe_goes_before_a_run_of_its_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     RunFolder(tmp_path / "grpo_smollm2_cpu", {})
     assert '"group_size"' in _show("grpo_smollm2_cpu", tmp_path, capfd)
