@@ -4,7 +4,7 @@
                   <--a result, what it printed--
 
 Tests and expected values are in the first process alone; the second one executes the code. Values travel as JSON:
-numbers, texts, None, and the containers of the standard library as copies, and so do objects of classes that the
+numbers, texts, dates, None, and the containers of the standard library as copies, and so do objects of classes that the
 problem's setup defines. Everything else stays where it is, and the other side holds a `Remote`. What a call does to its
 arguments is done to the originals. The file imports nothing of ownloop, whose packages the sandbox does not show.
 """
@@ -13,7 +13,9 @@ import ast
 import builtins
 import collections
 import contextlib
+import datetime
 import decimal
+import enum
 import fractions
 import importlib
 import io
@@ -38,6 +40,13 @@ _IN_WORDS: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     range: (lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
     decimal.Decimal: (str, decimal.Decimal),
     fractions.Fraction: (str, fractions.Fraction),
+    datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.time: (datetime.time.isoformat, datetime.time.fromisoformat),
+    datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    datetime.timedelta: (
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda parts: datetime.timedelta(*parts),
+    ),
 }
 _UNARY = "len iter next reversed str repr bool hash int float complex abs round".split()
 _OPERATORS = "getitem setitem delitem index neg pos invert".split()
@@ -62,6 +71,9 @@ class Remote:
     def __instancecheck__(self, instance: object) -> Any:
         return isinstance(instance, Remote) and self._link.ask("isinstance", instance, self)
 
+    def __subclasscheck__(self, subclass: object) -> Any:
+        return isinstance(subclass, Remote) and self._link.ask("issubclass", subclass, self)
+
 
 def _forwarded(function: str, is_binary: bool) -> Callable[..., Any]:
     def method(self: Remote, *others: object) -> Any:
@@ -82,7 +94,8 @@ class Link:
     def __init__(self, reader: TextIO, writer: TextIO, served: Callable[..., object]) -> None:
         """`served(operation, *arguments)` does what the other end asks for."""
         self._reader, self._writer, self._served = reader, writer, served
-        self.space: dict[str, Any] = {"__name__": "answer"}
+        module = sys.modules["answer"] = ModuleType("answer")  # where dataclasses look for it
+        self.space: dict[str, Any] = vars(module)
         self.classes = set[str]()
         self.given, self._exceptions = list[object](), dict[str, type[BaseException]]()
 
@@ -93,7 +106,7 @@ class Link:
             self._answer(*message[1:])
         status, value, after, printed = message
         sys.stdout.write(printed)
-        for mine, other in zip(arguments, after, strict=True):
+        for mine, other in zip((*arguments, *named.values()), after, strict=True):
             _update(mine, other)
         if status == "raised":
             raise value
@@ -114,7 +127,7 @@ class Link:
                 status, value = "done", self._served(operation, *arguments, **named)
             except BaseException as error:
                 status, value = "raised", error
-        after = [each if _is_mutable(each, self) else None for each in arguments]
+        after = [each if _is_mutable(each, self) else None for each in (*arguments, *named.values())]
         self._send(status, value, after, printed.getvalue())
 
     def _send(self, *message: object) -> None:
@@ -140,7 +153,7 @@ class Link:
             return [name, _IN_WORDS[kind][0](value)]
         if kind.__base__ is tuple and hasattr(kind, "_fields"):
             return ["named", name, list(kind._fields), *(self._encoded(item, seen) for item in value)]
-        if isinstance(value, BaseException):
+        if isinstance(value, BaseException) and not _is_own(value, self):
             return ["error", _line_of(kind), *(self._encoded(item, seen) for item in value.args)]
         return self._named(value) or self._object(value, seen)
 
@@ -156,9 +169,9 @@ class Link:
     def _object(self, value: object, seen: dict[int, tuple[int, object]]) -> list[object]:
         if id(value) in seen:
             return ["same", seen[id(value)][0]]
-        if _is_mutable(value, self):
+        if _is_own(value, self):
             seen[id(value)] = len(seen), value  # which keeps its id
-            return ["object", seen[id(value)][0], type(value).__name__, self._encoded(vars(value), seen)]
+            return ["object", seen[id(value)][0], type(value).__name__, self._encoded(_state_of(value), seen)]
         if isinstance(value, Remote):
             return ["yours", value._number]
         self.given.append(value)
@@ -175,7 +188,7 @@ class Link:
         match name, *parts:
             case "named", str(kind), list(fields), *items:
                 made = collections.namedtuple(kind, fields)  # pyright: ignore[reportUntypedNamedTuple] - known only now
-                return made(*(self._decoded(item, seen) for item in items))
+                return (self._own(kind, tuple) or made)(*(self._decoded(item, seen) for item in items))
             case "error", list(line), *words:
                 return self._exception(line)(*(self._decoded(item, seen) for item in words))
             case "class", list(line):
@@ -194,13 +207,21 @@ class Link:
             case _:
                 return next(back for kind, (_, back) in _IN_WORDS.items() if kind.__name__ == name)(*parts)
 
+    def _own(self, name: str, base: type) -> Any:
+        """The class of the setup that has this name and inherits from `base`; None if there is none."""
+        found = self.space.get(name) if name in self.classes else None
+        return found if isinstance(found, type) and issubclass(found, base) else None
+
     def _made(self, number: int, kind: str, state: object, seen: dict[int, object]) -> object:
         """An object of a class that both sides have."""
-        made = seen[number] = object.__new__(self.space[kind])
+        if members := self._own(kind, enum.Enum):
+            return members(self._decoded(state, seen)["value"])
+        new = self.space[kind].__new__ if self._own(kind, BaseException) else object.__new__
+        made = seen[number] = new(self.space[kind])
         found: dict[str, object] = self._decoded(state, seen)
         if any(callable(getattr(type(made), name, None)) for name in found):
             raise ValueError(f"an object of {kind} has an attribute in the place of a method")
-        vars(made).update(found)
+        _give(made, found)
         return made
 
     def _exception(self, line: Sequence[str]) -> type[BaseException]:
@@ -217,10 +238,39 @@ def _line_of(kind: type) -> list[str]:
     return [each.__name__ for each in kind.__mro__]
 
 
+def _is_own(value: object, link: Link) -> bool:
+    """Whether the value's class is one of the setup's."""
+    name = type(value).__name__
+    return name in link.classes and type(value) is link.space.get(name)
+
+
 def _is_mutable(value: object, link: Link) -> bool:
     """Whether a copy of the value can be brought up to date."""
-    own = type(value).__name__ in link.classes and type(value) is link.space.get(type(value).__name__)
-    return own or isinstance(value, list | dict | set | bytearray | collections.deque)
+    if _is_own(value, link):
+        return not isinstance(value, enum.Enum)
+    return isinstance(value, list | dict | set | bytearray | collections.deque)
+
+
+def _slots(kind: type) -> list[str]:
+    """The names of what an object holds besides its `__dict__`."""
+    found = [vars(each).get("__slots__", ()) for each in kind.__mro__]
+    names = [name for each in found for name in ((each,) if isinstance(each, str) else each)]
+    return [*names, "args"] if issubclass(kind, BaseException) else names
+
+
+def _state_of(value: object) -> dict[str, object]:
+    if isinstance(value, enum.Enum):
+        return {"value": value.value}
+    state = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+    return {**getattr(value, "__dict__", {}), **state}
+
+
+def _give(value: object, state: dict[str, object]) -> None:
+    """Sets what an object holds."""
+    for name in state.keys() & _slots(type(value)):
+        object.__setattr__(value, name, state.pop(name))
+    if state:
+        vars(value).update(state)
 
 
 def _update(mine: Any, other: Any) -> None:
@@ -232,9 +282,9 @@ def _update(mine: Any, other: Any) -> None:
     elif isinstance(mine, dict | set | collections.deque):
         mine.clear()
         mine.extend(other) if isinstance(mine, collections.deque) else mine.update(other)
-    elif hasattr(mine, "__dict__"):
-        vars(mine).clear()
-        vars(mine).update(vars(other))
+    else:
+        getattr(mine, "__dict__", {}).clear()
+        _give(mine, _state_of(other))
 
 
 def begin(space: dict[str, object], setup: str, link: Link) -> None:

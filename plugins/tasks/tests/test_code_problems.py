@@ -193,6 +193,26 @@ ANSWERS = {
         "for i in range(1500): t = Node(1, t)\nassert total(t) == 1501",
         "t.next = t\nassert first(t).next.v == 1",
     ),
+    "kinds of the setup": (
+        "def other(c, p, *, seen):\n    p.x += 1\n    seen.append(c)\n"
+        "    return Colour.RED if c is Colour.BLUE else Colour(2)\n"
+        "def bad(): raise Bad(1, 2)\ndef pair(p): return Pair(p.a + 1)",
+        "p, seen = P(1), []\nassert other(Colour.BLUE, p, seen=seen) is Colour.RED\n"
+        "assert p == P(2) and seen == [Colour.BLUE]",
+        "try: bad()\nexcept Bad as e: assert e.args == (1,) and e.b == 2\nelse: assert False",
+        "assert isinstance(pair(Pair(1)), Pair) and pair(Pair(1)) == Pair(2)",
+    ),
+    "classes of its own": (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n"
+        "class B(A): pass",
+        "assert A(1).x == 1 and A(1) == A(1) and issubclass(B, A) and not issubclass(A, B) and isinstance(B(1), A)",
+    ),
+    "dates": (
+        "from datetime import *\ndef f(d, days): return [d + timedelta(days), timedelta(days), d.time(), d.date()]",
+        "from datetime import *\nd = datetime(2024, 2, 28, 1, 2, 3, 4, timezone(timedelta(hours=1)))\n"
+        "assert f(d, 2) == [datetime(2024, 3, 1, 0, 2, 3, 4, timezone.utc), timedelta(2), time(1, 2, 3, 4),"
+        " date(2024, 2, 28)]",
+    ),
     "functions": ("def call(f, x): return f(x)", "assert call(lambda v: v + 1, 3) == 4", "assert call(str, 3) == '3'"),
     "generators": ("def up(n):\n    yield from range(n)", "assert list(up(3)) == [0, 1, 2]", "assert 1 in up(2)"),
     "errors": (
@@ -226,7 +246,13 @@ ANSWERS = {
 
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_values_pass_between_the_tests_and_the_code(kind: str) -> None:
-    setup = "class Node:\n    next = None\n    def __init__(self, v, next=None): self.v, self.next = v, next\n"
+    setup = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom enum import Enum\n"
+        "from typing import NamedTuple\n@dataclass(slots=True)\nclass P:\n    x: int\n"
+        "class Colour(Enum):\n    RED = 1\n    BLUE = 2\nclass Pair(NamedTuple):\n    a: int\n"
+        "class Bad(Exception):\n    def __init__(self, a, b):\n        super().__init__(a)\n        self.b = b\n"
+        "class Node:\n    next = None\n    def __init__(self, v, next=None): self.v, self.next = v, next\n"
+    )
     code, *tests = ANSWERS[kind]
     assert _scored(f"```python\n{code}\n```", tests=tests, setup=f"{setup}def stub(): pass")[1]["tests_passed"] == 1
 
