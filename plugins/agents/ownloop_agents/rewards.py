@@ -83,7 +83,7 @@ class Calls:
     """The reward 1 if a function of the work returns what it should, for all arguments.
 
     The work runs in a sandbox of its own, which never has the expected values; they are compared here. So arguments and
-    values are what JSON can say.
+    values are what JSON can say, and the values of all cases 32 KiB at most. The file finds others beside it.
     """
 
     file: str
@@ -91,6 +91,11 @@ class Calls:
     cases: Sequence[tuple[Sequence[object], object]]
     """Arguments, and the expected value."""
     time_limit_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError or TypeError for values that JSON cannot say, and ValueError for too many."""
+        if (size := len(json.dumps([case[1] for case in self.cases], allow_nan=False))) > _MOST_VALUES:
+            raise ValueError(f"Calls.cases has {size} bytes of expected values as JSON; it may have {_MOST_VALUES}")
 
     async def __call__(self, task: "AgentTask", work: Work, attempt: "Attempt") -> float:
         """See `Reward`."""
@@ -106,13 +111,19 @@ class Calls:
         return 0.0
 
 
+_MOST_VALUES = 1 << 15  # half of the output that a box keeps
 _CALL = """
 import json, os, sys
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 asked = json.load(sys.stdin)
 out = os.dup(1)
-space = {"__name__": "work"}
-exec(compile(open(asked["file"]).read(), asked["file"], "exec"), space)
-found = [space[asked["name"]](*given) for given in asked["given"]]
+folder, file = os.path.split(os.path.abspath(asked["file"]))
+sys.path.insert(0, folder)
+work = ModuleType(file.partition(".")[0])
+sys.modules[work.__name__], work.__file__ = work, asked["file"]
+exec(SourceFileLoader(work.__name__, asked["file"]).get_code(work.__name__), vars(work))
+found = [getattr(work, asked["name"])(*given) for given in asked["given"]]
 os.write(out, (asked["mark"] + json.dumps(found)).encode())
 os._exit(0)
 """

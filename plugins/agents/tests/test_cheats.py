@@ -100,6 +100,26 @@ def test_a_repair_is_paid() -> None:
         assert earned(Calls("w.py", "f", [(given, 1)]), AgentTask(id="t", kept=("w.py",)), work) == 0
 
 
+def test_a_call_finds_the_files_of_the_work() -> None:
+    work = left(
+        {
+            "src/w.py": "\ufefffrom __future__ import annotations\nfrom dataclasses import dataclass\n"
+            "from near import two\n"
+            "@dataclass\nclass A:\n    x: int\ndef f(n): return [A(two(n)).x, __file__[-4:], __name__]\n",
+            "src/near.py": "def two(n): return 2 * n\n",
+        }
+    )
+    for expected in (6, 7):
+        reward = Calls("src/w.py", "f", [((3,), [expected, "w.py", "w"])])
+        assert earned(reward, AgentTask(id="t", kept=("src/",)), work) == (expected == 6)
+
+
+@pytest.mark.parametrize("value", [float("nan"), "x" * 40_000, {1}])
+def test_a_call_is_not_asked_for_what_cannot_be_compared(value: object) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        Calls("w.py", "f", [((), value)])
+
+
 CHECK = "from sums import add\nfor a, b in ((1, 2), (3, 4)):\n    assert add(a, b) == a + b\n"
 TESTS = "import sums\ndef test_one(): assert sums.add(1, 2) == 3\ndef test_two(): assert sums.add(3, 4) == 7\n"
 CASES = (
