@@ -12,7 +12,6 @@ folder are read. Then its sandbox ends. Commands of the reward run in fresh ones
 
 import asyncio
 import contextlib
-import inspect
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from ownloop_sandbox.sandboxes import Box, BoxConfig, Ended, SandboxName, Work, 
 from rl.checks import check_above_zero, check_at_least
 from rl.protocols import Done
 from rl.rollouts.episodes import checked_reward
+from rl.rollouts.guard import EnvironmentFailedError, call_environment, waiting
 
 __all__ = (
     "AgentEnv",
@@ -90,6 +90,8 @@ class Program:
     time_limit_s: float = 300.0
     idle_limit_s: float = 120.0
     """Longest time without a request after the first, while none is being answered."""
+    reward_time_limit_s: float = 600.0
+    """How long the reward may take, without the commands that it runs: they have limits of their own."""
     memory_bytes: int = 4 << 30
     """Of all its processes and files together, and of each process. `local`: of each process alone."""
     disk_bytes: int = 1 << 30
@@ -103,7 +105,8 @@ class Program:
         """Raises ValueError naming the field, the value and what is accepted."""
         if isinstance(self.argv, str) or not self.argv:
             raise ValueError(f"Program.argv is {self.argv!r}; it must be a sequence of the program and its arguments")
-        check_above_zero(time_limit_s=self.time_limit_s, idle_limit_s=self.idle_limit_s)
+        limits = {name: getattr(self, name) for name in ("time_limit_s", "idle_limit_s", "reward_time_limit_s")}
+        check_above_zero(**limits)
         check_at_least(1, max_at_once=self.max_at_once)
         self.box_config()
 
@@ -207,7 +210,9 @@ async def run_agents(
             opened = endpoint.begin(f"{task.id}/{index % num_samples}", sampling=sampling)
             try:
                 return await _attempt(endpoint, opened, program, task, reward)
-            except Exception as error:  # of the sandbox, or of the user's reward
+            except EnvironmentFailedError as error:  # of the user's reward
+                return f"task {task.id!r}: {error}{error.frames}"
+            except Exception as error:  # of the sandbox
                 # a failure of one attempt, which the group reports
                 return f"task {task.id!r}: {type(error).__name__}: {error}"
             finally:
@@ -252,7 +257,9 @@ async def _attempt(
     with contextlib.closing(work):
         run = partial(_in_a_fresh_sandbox, program, task, work)
         attempt = Attempt(exit_code=ended.exit_code, output=ended.output, calls=calls, run=run)
-        scored = await _scored(reward(task, work, attempt))
+        found = await call_environment(reward, task, work, attempt, time_limit_s=program.reward_time_limit_s)
+        scored = found if isinstance(found, Scored) else Scored(reward=float(found))
+        checked_reward(Done(reward=scored.reward, metrics=scored.metrics))  # as of any environment
     return Session(
         id=opened.id,
         calls=calls,
@@ -281,7 +288,8 @@ async def _in_a_fresh_sandbox(
         given = {name: content for name, content in task.files.items() if _steers(name)}
         for name, content in {**given, **task.hidden}.items():
             await sandbox.put(name, content)
-        return await sandbox.run(argv, {"HOME": sandbox.home, **program.env}, time_limit_s, said=said)
+        with waiting():
+            return await sandbox.run(argv, {"HOME": sandbox.home, **program.env}, time_limit_s, said=said)
     finally:
         await sandbox.destroy()
 
@@ -302,14 +310,6 @@ def _steers(name: str) -> bool:
     path = PurePosixPath(name)
     steers = path.name in _STEERING or _STEERS_PYTEST.fullmatch(path.name) is not None
     return steers or path.suffix in (".pth", ".pyc") or "__pycache__" in path.parts
-
-
-async def _scored(found: "float | Scored | Awaitable[float | Scored]") -> Scored:
-    """What a reward has found. Raises `EnvironmentFailedError` as `checked_reward` does."""
-    value = await found if inspect.isawaitable(found) else found  # rewards may be plain functions or coroutines
-    scored = value if isinstance(value, Scored) else Scored(reward=float(value))
-    checked_reward(Done(reward=scored.reward, metrics=scored.metrics))  # as of any environment
-    return scored
 
 
 async def _run(sandbox: Box, url: str, opened: OpenSession, program: Program, task: AgentTask) -> tuple[Ended, EndedBy]:

@@ -1,8 +1,10 @@
 """Programs as episodes, with programs that know nothing of ownloop."""
 
 import asyncio
+import inspect
 import os
 import sys
+import threading
 from typing import Any
 
 import psutil
@@ -128,6 +130,37 @@ def test_a_reward_may_say_more(chat_engine: GenerationEngine) -> None:
     assert len(session.calls) == 3
     assert (session.reward, session.metrics, session.ended_by) == (0.5, {"port": 1.0}, "own_limit")
     assert group.as_group().rollouts[0].truncated
+
+
+@pytest.mark.stranger("2.B7")
+def test_a_reward_that_never_returns_fails_and_stops_nothing(chat_engine: GenerationEngine) -> None:
+    release = threading.Event()
+
+    async def waits(task: AgentTask, work: Work, attempt: Attempt) -> float:
+        del task, work
+        await attempt.run(["sleep", "0.5"], 60)  # which has a limit of its own
+        return 0.5
+
+    async def endless(*_: object) -> float:
+        return float(await asyncio.Event().wait())
+
+    rewards: list[Reward] = [lambda *_: float(release.wait(60)), endless, waits]
+    try:
+        found = [run(chat_engine, program(CHAT, "x", reward_time_limit_s=0.4), tasks(), each)[0] for each in rewards]
+    finally:
+        release.set()
+    assert [group.failures[0].split(": ")[1] for group in found[:2]] == ["it did not answer within 0.4 s"] * 2
+    assert [session.reward for session in found[2].sessions] == [0.5]
+
+
+@pytest.mark.stranger("2.F1")
+def test_a_reward_that_raises_says_where(chat_engine: GenerationEngine) -> None:
+    def broken(task: AgentTask, work: Work, attempt: Attempt) -> float:
+        raise RuntimeError("cannot score")
+
+    (group,) = run(chat_engine, program(CHAT, "x"), tasks(), broken)
+    line = inspect.getsourcelines(broken)[1] + 1
+    assert group.failures[0].splitlines()[1:] == [f"  {__file__}, line {line}, in broken"]
 
 
 def test_an_attempt_that_fails_costs_itself_alone(chat_engine: GenerationEngine) -> None:
