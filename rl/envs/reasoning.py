@@ -5,6 +5,7 @@ formulas of numbers, names and well-known functions; any other answer is scored 
 """
 
 import ast
+import contextlib
 import functools
 import os
 import pickle
@@ -14,6 +15,8 @@ import threading
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import field, fields
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Annotated, Any
 
 from rl.checks import check_known
@@ -68,7 +71,7 @@ class ReasoningGym:
             if name in ("seed", "size"):
                 raise ValueError(f"ReasoningGym.params has {name!r}, which every run sets itself; leave it out")
         try:
-            getattr(_config(self.task, self.params), "validate", bool)()  # some have nothing to validate
+            _dataset(self.task, pickle.dumps(dict(self.params)))
         except Exception as error:  # mostly an AssertionError
             words = f"{error}".partition("\n")[0] or type(error).__name__
             raise ValueError(f"ReasoningGym.params is {dict(self.params)}; {self.task} refuses it: {words}") from error
@@ -89,7 +92,7 @@ class ReasoningGym:
     def _problem(self, number: int) -> TextProblem:
         dataset = _dataset(self.task, pickle.dumps(dict(self.params)))
         if not _HASHED.isdisjoint(_names(self.task, self.params)) and sys.flags.hash_randomization:
-            entry = _entries().entry(self.task, dict(self.params), number)
+            entry = _entry(self.task, dict(self.params), number)
         else:
             entry = dataset[number % dataset.size]
         text = self.template.replace("{question}", entry["question"])
@@ -183,50 +186,50 @@ def _degree(node: ast.AST) -> float:
 class _Entries:
     """A process with PYTHONHASHSEED=0 that computes entries, so that they are the same in every run.
 
-    It reads pickled (task, options, number) and answers with pickled entries. It ends when its input does, at the
-    latest with this process.
+    It answers (task, options, number) with entries. It ends when the pipe does, at the latest with this process.
     """
 
     def __init__(self) -> None:
         environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._pipe, theirs = Pipe()
+        command = [sys.executable, "-c", _SERVE, str(theirs.fileno())]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
         )
+        theirs.close()
         self._lock = threading.Lock()
 
-    def entry(self, task: str, params: dict[str, object], number: int) -> dict[str, Any]:
-        """Entry `number` of the task. Raises the error that computing it raised."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def ask(self, *request: object) -> Any:
+        """The entry, or the error that computing it raised. Raises EOFError or OSError if the process was killed."""
         with self._lock:
-            pickle.dump((task, params, number), process.stdin)
-            process.stdin.flush()
-            found = pickle.load(process.stdout)
-        if isinstance(found, Exception):
-            raise found
-        return found
+            self._pipe.send(request)
+            return self._pipe.recv()
 
 
 _entries = functools.cache(_Entries)
 
 
+def _entry(*request: object) -> dict[str, Any]:
+    """The entry of (task, options, number), by a new process if that of before was killed."""
+    try:
+        found = _entries().ask(*request)
+    except (EOFError, OSError):
+        _entries.cache_clear()
+        found = _entries().ask(*request)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
 def serve_entries() -> None:
-    """Answers requests of `_Entries` until its input ends. What reasoning-gym prints goes to the standard error."""
-    answers = os.fdopen(os.dup(1), "wb")
+    """Answers requests of `_Entries` until they end. What reasoning-gym prints goes to the standard error."""
+    pipe = Connection(int(sys.argv[1]))
     os.dup2(2, 1)
-    while True:
-        try:
-            task, params, number = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            found: object = _dataset(task, pickle.dumps(params))[number]
-        except Exception as error:  # raised where the entry was asked for
-            found = error
-        pickle.dump(found, answers)
-        answers.flush()
+    with contextlib.suppress(EOFError):
+        while True:
+            task, params, number = pipe.recv()
+            try:
+                found: object = _dataset(task, pickle.dumps(params))[number]
+            except Exception as error:  # raised where the entry was asked for
+                found = error
+            pipe.send(found)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rl.data.rows import is_eval
@@ -66,6 +67,15 @@ def test_problems_do_not_depend_on_the_order_of_sets() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.stranger("2.B3")
+def test_a_process_of_entries_that_is_killed_is_started_again() -> None:
+    env = ReasoningGym(task="ransom_note")
+    first = env.train_problems(0, 0, 2)
+    (process,) = (each for each in psutil.Process().children() if "serve_entries" in "".join(each.cmdline()))
+    process.kill()
+    assert [p.id for p in env.train_problems(0, 0, 2)] == [p.id for p in first]
+
+
 @pytest.mark.stranger("D3")
 @pytest.mark.parametrize("task", ["gsm_symbolic", "list_functions", "word_ladder"])
 def test_a_task_that_lists_its_entries_takes_little_memory(task: str) -> None:
@@ -93,6 +103,11 @@ def test_reward_is_the_tasks_own(env: ReasoningGym) -> None:
         ({"task": "composite"}, "composite refuses it: Must specify at least one dataset"),
         ({"task": "composite", "params": {"datasets": [{"name": "spell_bckward"}]}}, "did you mean 'spell_backward'"),
         ({"task": "composite", "params": {"datasets": ["spell_backward"]}}, "composite refuses it: "),
+        ({"task": "composite", "params": {"datasets": [{"name": "composite"}]}}, "composite refuses it: "),
+        (
+            {"task": "composite", "params": {"datasets": [{"name": "chain_sum", "config": {"min_term": 3}}]}},
+            "composite refuses it: .*min_term",
+        ),
     ],
 )
 @pytest.mark.stranger("2.D10")
