@@ -38,14 +38,16 @@ Reply with the number alone."""
 _COMPLETE = (None, "stop", "eos", "end_turn", "stop_sequence")  # as servers of several makers say it
 _MINUS = dict.fromkeys((0x2212, 0xFE63, 0xFF0D, *range(0x2010, 0x2014)), "-")
 # A number that is neither in another nor the end of a scale, such as the 10 of "8/10" and "8 out of 10".
-_NUMBER = r"(?<![\d/])(?<!\d[.,])(?<!/ )(?<!\bof )-?\d+(?:[.,]\d+)?(?![.,]?\d)"
+_BEFORE = r"(?<![\d/])(?<!\d[.,])(?<!/ )(?<!\bof )(?<![^\w.]\.)(?<!\A\.)"
+_NUMBER = _BEFORE + r"-?(?:\d+(?:[.,]\d+)?|(?<![\w.])\.\d+)(?![.,]?\d)"
+_ALONE = _NUMBER + r"(?![\s*_`]*+(?:/|out of\b)[\s*_`]*+\d)"  # and not on another scale
 # In the order in which they are looked for; `{{end}}` stands for the end of the scale.
 _SCORES = (
     rf"({_NUMBER})[\s*_`]*+(?:points?|stars?)?[\s*_`(]*+(?:/|(?:out )?of\b)[\s*_`]*+{{end}}(?![.,]?\d)",
-    rf"(?i)\b(?:score|rating|grade|mark)\b[^\w\n]{{{{0,10}}}}?(?:(?:is|of|as|at)\b[^\w\n]{{{{0,10}}}}?)?({_NUMBER})",
-    rf"(?m)^[^\w\n]*?({_NUMBER})[^\w\n]*+$",
-    rf"\A[^\w\n]*?({_NUMBER})\W*?[.:;,)\-]\s(?![^\0]*\n *2[.)])",
-    _NUMBER,
+    rf"(?i)\b(?:score|rating|grade|mark)\b[^\w\n]{{{{0,10}}}}?(?:(?:is|of|as|at)\b[^\w\n]{{{{0,10}}}}?)?({_ALONE})",
+    rf"(?m)^[^\w\n]*?({_ALONE})[^\w\n]*+$",
+    rf"\A[^\w\n]*?({_ALONE})(?:\W*?[.:;,)\-]\s|[\s*_`]*+\(|[*_`]*+\s+(?:because|since|as|but)\b)(?![^\0]*\n *2[.)])",
+    _ALONE,
 )
 
 
@@ -298,7 +300,7 @@ async def _judge(judge: AnyJudge, prompt: Prompt, turns: Sequence[Mapping[str, s
 def score_of(judge: Judge, said: str) -> float:
     """The score on the scale of rewards. Raises ValueError for an answer without a score, and for one off the scale."""
     low, high = (rf"{re.escape(f'{end:g}')}(?:[.,]0+)?" for end in (judge.lowest, judge.highest))
-    scale = rf"(?<![\d.]){low} *(?:to|and|through|-|\u2013) *{high}(?![\d.]*\d)"
+    scale = rf"(?<![\d.]){low} *(?:to|and|through|-|\u2013) *{high}(?![\d.]*\d)|[\[(]{low}[,;] ?{high}[\])]"
     one_end = rf"(?<![\d.])(?:{low}|{high}) *(?:=|(?:is|means|being)\b)"
     text = re.sub(scale, " ", Answer.read(said).content.translate(_MINUS))
     patterns = [judge.score_pattern] if judge.score_pattern else [pattern.format(end=high) for pattern in _SCORES]

@@ -92,6 +92,15 @@ def test_the_end_of_the_scale_is_not_the_score(said: str) -> None:
         ("\u22123", -3, (-10, 10)),
         ("Score: \u20133.5", -3.5, (-10, 10)),
         ("\uff0d3 of 10", -3, (-10, 10)),
+        ("7 (good; 2 errors)", 7, (0, 10)),
+        ("**7** because it has 2 errors", 7, (0, 10)),
+        ("3/4 of the facts are right: 7", 7, (0, 10)),
+        (".5", 0.5, (0, 10)),
+        ("Score: .5", 0.5, (0, 1)),
+        ("Let me see...7", 7, (0, 10)),
+        ("-.5 of 1", -0.5, (-1, 1)),
+        ("Score [0,10]: 7", 7, (0, 10)),
+        ("0,1", 0.1, (0, 1)),
         ("1,250", 1250, (0, 2000)),
         ("1,25", 1.25, (0, 2000)),
     ],
@@ -103,7 +112,7 @@ def test_the_number_of_the_judge_is_read_as_it_is_meant(said: str, score: float,
 
 
 @pytest.mark.stranger("2.D8")
-@pytest.mark.parametrize("said", ["7,8,9", "v1.2.3", "no", "-7"])
+@pytest.mark.parametrize("said", ["7,8,9", "v1.2.3", "no", "-7", "3/5", "Score: 3.5 / 5", "4 out of 5 facts"])
 def test_what_is_no_score_is_refused(said: str) -> None:
     with pytest.raises(ValueError, match=r"its (answer|score)"):
         score_of(Judge(base_url="http://127.0.0.1/v1", model="m"), said)
