@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from rl.checks import prompt_fault
+from rl.data.rows import spaced_alike
 from rl.protocols import Done, Env, Observation, ProblemOptions, Prompt, best_reward_of, given
 from rl.rollouts.episodes import checked_reward
 from rl.rollouts.guard import EnvironmentFailedError, call_environment, missing_of, time_limit_of
@@ -113,14 +114,15 @@ def _check_streams(findings: Findings, env: Env, train: Sequence[object], evals:
     if len({key[0] for key in _keys(evals)}) < len(evals):
         findings.add("eval_problems returned an id twice; all held-out problems must be different")
     for what, index in (("id", 0), ("prompt", 1)):
-        shared = {key[index] for key in _keys(evals)} & {key[index] for key in _keys([*train, *other])}
+        sides = (_keys(evals, spaced_alike), _keys([*train, *other], spaced_alike))  # white space makes no prompt new
+        shared = set[str].intersection(*({key[index] for key in keys} for keys in sides))
         if shared:
             findings.add(f"training and held-out problems share the {what} {min(shared)[:200]!r}")
 
 
-def _keys(problems: Sequence[object]) -> list[tuple[str, str]]:
+def _keys(problems: Sequence[object], read: Callable[[object], object] = str) -> list[tuple[str, str]]:
     """(id, prompt) of each problem as text. Missing attributes are reported later, by `_check_problems`."""
-    return [(str(getattr(p, "id", None)), str(getattr(p, "prompt", None))) for p in problems]
+    return [(str(getattr(p, "id", None)), str(read(getattr(p, "prompt", None)))) for p in problems]
 
 
 def _check_problems(findings: Findings, side: str, problems: Sequence[Any]) -> None:

@@ -219,7 +219,7 @@ BROKEN: list[tuple[Any, str]] = [
     (Numbers(eval_problems=lambda count: [_item(-1)] * count), "eval_problems returned an id twice"),
     (Numbers(eval_problems=lambda count: [_item(i + 5) for i in range(count)]), "share the id '10'"),
     (
-        Numbers(eval_problems=lambda count: [Item(id=f"h{i}", prompt=f"number {i}") for i in range(count)]),
+        Numbers(eval_problems=lambda count: [Item(id=f"h{i}", prompt=f"number {i}\n") for i in range(count)]),
         "share the prompt 'number 0'",
     ),
     (
