@@ -407,4 +407,5 @@ def prompt_text(prompt: Prompt) -> str:
 def _shown_text(content: Any) -> str:
     if not isinstance(content, list | tuple):
         return content or ""
-    return "".join("[image]" if isinstance(p, Mapping) and p.get("type") == "image" else text_of([p]) for p in content)
+    parts = ["[image]" if isinstance(p, Mapping) and p.get("type") == "image" else text_of([p]) for p in content]
+    return ("" if "[image]" in parts else "\n").join(filter(None, parts))  # as `as_shown` has them

@@ -16,7 +16,7 @@ from rl.data.sources import JsonlExamples
 from rl.protocols import Done, Observation
 from rl.rollouts.chats import as_shown
 from rl.rollouts.episodes import rollout_group
-from rl.rollouts.rendering import Renderer
+from rl.rollouts.rendering import Renderer, prompt_text
 from rl.types import Completion, SamplingParams
 from tests.rl.rollouts.chat_models import TEMPLATES, chat_model
 
@@ -147,6 +147,12 @@ def test_a_data_file_may_hold_what_sdks_write(tmp_path: Path) -> None:
     assert Renderer(model)._render(cast(Any, example.prompt)).text == "6 * 7 2 42 "  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(ValueError, match="function_call, which no chat template shows"):
         Renderer(model).encode([asked, {"role": "assistant", "content": "", "function_call": {"name": "f"}}])
+
+
+@pytest.mark.stranger("2.D2")
+def test_a_judge_reads_parts_as_the_model_does() -> None:
+    chat: Any = [{"role": "user", "content": ["a", "", {"type": "text", "text": "b "}]}]
+    assert prompt_text(chat) == as_shown(chat, "")[0]["content"] == "a\nb "
 
 
 @pytest.mark.stranger("2.D3")
