@@ -6,8 +6,8 @@ items are an endless stream for each seed; see `rl.data.rows`.
 
 import functools
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
@@ -143,11 +143,11 @@ class JsonlExamples(_OfFile):
 
     def train_examples(self, seed: int, start: int, count: int) -> list[Example]:
         """See `Examples`."""
-        return stream(_split(_read_examples, self.path, self.eval_path)[0], numpy_order, seed, start, count)
+        return stream(_split(Example, self.path, self.eval_path)[0], numpy_order, seed, start, count)
 
     def eval_examples(self, count: int) -> list[Example]:
         """See `Examples`."""
-        return _held_out(_read_examples, self.path, self.eval_path)[:count]
+        return _held_out(Example, self.path, self.eval_path)[:count]
 
 
 @configuration
@@ -156,11 +156,11 @@ class JsonlPreferences(_OfFile):
 
     def train_preferences(self, seed: int, start: int, count: int) -> list[Preference]:
         """See `Preferences`."""
-        return stream(_split(_read_preferences, self.path, self.eval_path)[0], numpy_order, seed, start, count)
+        return stream(_split(Preference, self.path, self.eval_path)[0], numpy_order, seed, start, count)
 
     def eval_preferences(self, count: int) -> list[Preference]:
         """See `Preferences`."""
-        return _held_out(_read_preferences, self.path, self.eval_path)[:count]
+        return _held_out(Preference, self.path, self.eval_path)[:count]
 
 
 def text_to_datum(prompt_tokens: Sequence[int], completion_tokens: Sequence[int], train_on: TrainOn) -> Datum:
@@ -210,24 +210,12 @@ async def eval_loss(trainer: Trainer, batch: Sequence[Datum]) -> Measurement:
     return Measurement(values=-np.array(sums) / num_tokens, weights=num_tokens)
 
 
-@functools.lru_cache(maxsize=8)  # a loop asks for examples at every step
-def _read_examples(path: Path) -> list[Example]:
-    rows = read_rows(path, {"prompt": prompt_fault, "completion": text_fault})
-    return [Example(id=_id(row["prompt"]), prompt=row["prompt"], completion=row["completion"]) for row in rows]
-
-
-@functools.lru_cache(maxsize=8)
-def _read_preferences(path: Path) -> list[Preference]:
-    fields = {"prompt": prompt_fault, "chosen": text_fault, "rejected": text_fault}
-
-    def same_answers(row: Mapping[str, Any]) -> str:
-        return "'chosen' and 'rejected' are the same" if row["chosen"] == row["rejected"] else ""
-
-    rows = read_rows(path, fields, same_answers)
-    return [
-        Preference(id=_id(row["prompt"]), prompt=row["prompt"], chosen=row["chosen"], rejected=row["rejected"])
-        for row in rows
-    ]
+@functools.lru_cache(maxsize=16)  # a loop asks for items at every step
+def _read(kind: type[Any], path: Path) -> list[Any]:
+    texts = [field.name for field in fields(kind) if field.name not in ("id", "prompt")]
+    faults, same = {"prompt": prompt_fault, **dict.fromkeys(texts, text_fault)}, "'chosen' and 'rejected' are the same"
+    rows = read_rows(path, faults, lambda row: same if len({row[name] for name in texts}) < len(texts) else "")
+    return [kind(id=_id(row["prompt"]), **row) for row in rows]
 
 
 def _id(prompt: Prompt) -> str:
@@ -238,18 +226,19 @@ def _id(prompt: Prompt) -> str:
     return f"{text} {content_id(spaced_alike(prompt))}"
 
 
-def _held_out(read: Callable[[Path], list[Item]], path: Path, eval_path: Path | None) -> list[Item]:
-    return _split(read, path, None)[1] if eval_path is None else read(eval_path)
+def _held_out(kind: type[Item], path: Path, eval_path: Path | None) -> list[Item]:
+    return _split(kind, path, None)[1] if eval_path is None else _read(kind, eval_path)
 
 
-def _split(read: Callable[[Path], list[Item]], path: Path, eval_path: Path | None) -> tuple[Sequence[Item], list[Item]]:
+def _split(kind: type[Item], path: Path, eval_path: Path | None) -> tuple[Sequence[Item], list[Item]]:
     """Training and held-out items. Raises ValueError if either is empty."""
-    items = read(path)
+    items = _read(kind, path)
     if eval_path is not None:
-        train_items = without_held_out(items, read(eval_path), lambda item: item.id)
+        held_out = _read(kind, eval_path)
+        train_items = without_held_out(items, held_out, lambda item: item.id)
         if not train_items:
             raise ValueError(f"{path} has no prompt to train on that is not held out in eval_path {eval_path}")
-        return train_items, read(eval_path)
+        return train_items, held_out
     train_items, eval_items = split(items, lambda item: item.id)
     if not train_items or not eval_items:
         raise ValueError(
