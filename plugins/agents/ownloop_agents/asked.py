@@ -17,6 +17,15 @@ from rl.types import SamplingParams
 
 _PARTS = (*TEXT_PARTS, "reasoning", "tool_use", "redacted_thinking", "tool_addition", "tool_removal")
 """Parts that vLLM shows, calls, and what no model is to read."""
+_ITEMS = (
+    "message",
+    "reasoning",
+    "function_call",
+    "custom_tool_call",
+    "function_call_output",
+    "custom_tool_call_output",
+)
+"""Items of Responses that vLLM shows."""
 
 
 def our_sampling(
@@ -93,7 +102,7 @@ def check_tools(request: object) -> None:
 def whole_parts(body: object) -> Any:
     """A request whose messages vLLM shows whole. Raises ValueError, naming the part, for what it would leave out.
 
-    Of an answer in several parts, vLLM shows the first in Responses; here they are one.
+    Of an answer in several parts, vLLM shows the first in Responses, and fails at a refusal; here they are one text.
     """
     fields = body if isinstance(body, dict) else {}
     _check_parts(fields.get("system"))
@@ -102,11 +111,14 @@ def whole_parts(body: object) -> Any:
         for item in items if isinstance(items, list) else ():
             if not isinstance(item, dict) or item.get("type") == "reasoning":
                 continue
+            if name == "input" and (kind := item.get("type", "message")) not in _ITEMS:
+                raise ValueError(f"input has an item of type {kind!r}; this endpoint takes {', '.join(_ITEMS)}")
             content = item.get("content")
             _check_parts(content)
             _check_parts(item.get("output"))
-            if name == "input" and item.get("role") == "assistant" and isinstance(content, list) and len(content) > 1:
-                item["content"] = [{**content[0], "text": "".join(str(part.get("text", "")) for part in content)}]
+            if name == "input" and item.get("role") == "assistant" and isinstance(content, list) and content:
+                text = "".join(str(part.get("text", part.get("refusal", ""))) for part in content)
+                item["content"] = [{"annotations": [], **content[0], "type": "output_text", "text": text}]
     return body
 
 

@@ -267,8 +267,7 @@ class CapturingServing(OpenAIServing):
     async def _answer(self, call: OpenAICall) -> Any:
         request_type, create = self._dialects[call.kind]
         body = whole_parts(json.loads(call.body))
-        if call.kind == "chat/completions":
-            self.check_shown(body)
+        self.check_shown(body if isinstance(body, dict) else {})
         request = request_type.model_validate_json(json.dumps(body))
         request.model = call.model  # vLLM refuses names that it does not serve, and the program's is free
         check_request(request)

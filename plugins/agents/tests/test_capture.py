@@ -327,6 +327,11 @@ UNSEEN: dict[str, tuple[str, Any, str]] = {
         [{"type": "function_call_output", "call_id": "a", "output": [{"type": "input_file", "file_id": "x"}]}],
         "input_file",
     ),
+    "a list of tools": (
+        "responses",
+        [*ASK, {"type": "additional_tools", "role": "developer", "tools": []}],
+        "additional",
+    ),
     "an item": ("responses", [{"type": "computer_call_output", "call_id": "a", "output": {}}, *ASK], "computer_call"),
 }
 
@@ -348,14 +353,37 @@ async def test_what_the_model_would_not_see_is_refused(chat_engine: GenerationEn
 
 
 @pytest.mark.stranger("2.E5")
+@pytest.mark.parametrize(
+    ("path", "field"), [("chat/completions", "functions"), ("messages", "mcp_servers"), ("responses", "documents")]
+)
+async def test_fields_that_the_model_would_not_see_are_refused(
+    chat_engine: GenerationEngine, path: str, field: str
+) -> None:
+    async with endpoint_over(chat_engine) as endpoint:
+        session = endpoint.begin("a")
+        client = httpx.AsyncClient(base_url=f"{endpoint.url}/v1", headers={"x-api-key": session.key})
+        said = {"input" if path == "responses" else "messages": ASK, field: [{"name": "f"}]}
+        answer = await client.post(path, json={"model": "m", "max_tokens": 4, **said})
+        assert (answer.status_code, field in answer.text) == (400, True), answer.text
+
+
+@pytest.mark.stranger("2.E5")
 async def test_an_answer_in_several_parts_is_shown_whole(chat_engine: GenerationEngine) -> None:
-    parts = [{"type": "output_text", "text": text, "annotations": []} for text in ("one ", "two")]
+    parts = [
+        {"type": "refusal", "refusal": "one "},
+        *({"type": "output_text", "text": text, "annotations": []} for text in ("two ", "three")),
+    ]
     said: Any = {"type": "message", "role": "assistant", "id": "m", "status": "completed", "content": parts}
 
     async with endpoint_over(chat_engine) as endpoint:
         session = endpoint.begin("a")
-        await of_openai(endpoint, session).responses.create(model="m", input=[*ASK, said, *ASK], max_output_tokens=2)
-        assert "one two<|im_end|>" in session.calls[0].turn.prompt
+        client: Any = of_openai(endpoint, session).responses
+        for number, (content, shown) in enumerate(((parts, "one two three"), (parts[:1], "one "))):
+            given = [*ASK, {**said, "content": content}, *ASK]
+            await client.create(model="m", input=given, max_output_tokens=2)
+            assert f"{shown.strip()}<|im_end|>" in session.calls[number].turn.prompt.replace(
+                " <|im_end|>", "<|im_end|>"
+            )
 
 
 @pytest.mark.stranger("2.E5")

@@ -173,6 +173,9 @@ def _check_shown(request: Mapping[str, object], template: str) -> None:
     for name in ("tools", "documents"):
         if request.get(name) and name not in template:
             raise ValueError(f"the request has {name}, and the model's chat template shows none; leave them out")
+    for name in ("functions", "mcp_servers"):  # vLLM takes no notice of them
+        if request.get(name):
+            raise ValueError(f"the request has {name}, which no model here sees; give what can be called as tools")
     messages = request.get("messages")
     for message in messages if isinstance(messages, list) else ():
         fields = cast("Message", message) if isinstance(message, Mapping) else {}
