@@ -122,7 +122,8 @@ class Tools:
         if not self._any_recipe and recipe not in names:
             raise ToolError(f"recipe is {recipe!r}; the recipes are {', '.join(names)}")
         for option in () if self._any_recipe else options:
-            if any(sign in option for sign in ":/\\") or option.endswith(".py"):
+            value = option.partition("=")[2] if option.startswith("-") else option
+            if any(sign in option for sign in ":/\\") or option.endswith(".py") or (value and Path(value).exists()):
                 raise ToolError(f"options has {option!r}; what names code or files needs `ownloop mcp --allow-runs`")
         if recipe.startswith("-"):
             raise ToolError(f"recipe is {recipe!r}; it must be a name or a path")

@@ -67,6 +67,8 @@ def test_a_client_reads_runs_and_plans_and_can_do_no_more(tmp_path: Path) -> Non
             ("read_report", {"run": "two"}, "there is no run"),
             ("plan", {"recipe": str(tmp_path / "mine.py")}, "the recipes are"),
             ("plan", {"recipe": "grpo_smollm2_cpu", "options": ["--env", "os:system"]}, "'os:system'"),
+            ("plan", {"recipe": "grpo_smollm2_cpu", "options": ["--model", ".."]}, "'..'"),
+            ("parity", {"recipe": "grpo_smollm2_cpu", "options": ["--model=.."]}, "'--model=..'"),
             ("parity", {"recipe": "grpo_smollm2_cpu", "options": ["--no-such", "1"]}, "no-such"),
             ("start_run", {"recipe": "grpo_smollm2_cpu", "name": "three"}, "start_run"),
         ):
