@@ -79,6 +79,7 @@ class Renderer:
         self._text = TextEncoder(self._tokenizer)
         self._model = model
         self._date = datetime.now().astimezone() if date is None else date
+        self._shown = set[tuple[str, ...]]()  # roles of messages that the template shows behind an answer
         self.max_model_len = max_model_len
         """Most tokens of a whole episode; None leaves the limit to the generator."""
 
@@ -127,7 +128,7 @@ class Renderer:
         Messages are put through the chat template, which first closes the model's turn; the closing is left out if the
         model has closed its turn itself, with any token at which the generator stops. Text is encoded as it is, except
         for an end token that the model has sampled already. Raises ValueError as `encode` does, and
-        `ChatTemplateError` for a template that does not show an earlier answer unchanged.
+        `ChatTemplateError` for a template that does not show an earlier answer unchanged, or leaves a message out.
         """
         if isinstance(reply, str):
             tokens = self._text.continuation(reply)
@@ -137,7 +138,14 @@ class Renderer:
         before = [{**_role(each), "content": _QUESTION["content"]} for each in earlier]
         if before and before[-1]["role"] == "assistant":  # the answer continued it
             del before[-1]
-        rendered = self._render([*before, {"role": "assistant", "content": mark}, *messages])
+        before.append({"role": "assistant", "content": mark})
+        rendered = self._render([*before, *messages])
+        if (roles := tuple(each["role"] for each in messages)) not in self._shown:
+            digits = [{**each, "content": _QUESTION["content"]} for each in messages]
+            after = self._behind(mark, self._render([*before, *digits]).text)
+            if after.count(_QUESTION["content"]) < len(digits):
+                raise ChatTemplateError(f"the chat template of {self._model} leaves messages out, of the roles {roles}")
+            self._shown.add(roles)
         tokens = self._text.rendered(self._behind(mark, rendered.text), rendered.hidden, continues=True)
         return self._place(tokens[self._num_closing(tokens, answer_tokens) :], images)
 
@@ -285,10 +293,8 @@ class Renderer:
         if fault := surrogate_fault(used) if chat else "has no message":
             raise ValueError(f"a chat {fault}")
         chat = as_shown(chat, self._tokenizer.get_chat_template(tools=[*tools] or None))
-        trusted = [message["role"] in _TRUSTED_ROLES for message in chat]
         messages = [
-            message if trust else self._text.hide(message, hidden, used)
-            for message, trust in zip(chat, trusted, strict=True)
+            message if message["role"] in _TRUSTED_ROLES else self._text.hide(message, hidden, used) for message in chat
         ]
         more = {"tools": self._text.hide([*tools], hidden, used)} if tools else {}
         try:
@@ -361,13 +367,8 @@ def _role(message: Message) -> dict[str, object]:
 def _without_images(chat: Sequence[Message]) -> tuple[list[Message], list[object]]:
     """The messages, in whose parts the images are left out, and the images in order."""
     images = [part["image"] for message in chat for part in _parts(message) if part.get("type") == "image"]
-    if not images:
-        return [*chat], images
-
-    def bare(message: Message) -> Message:
-        return {**message, "content": [_bare(part) for part in message["content"]]} if _parts(message) else message
-
-    return [bare(message) for message in chat], images
+    bare = [{**each, "content": [*map(_bare, each["content"])]} if _parts(each) else each for each in chat]
+    return bare, images
 
 
 def _bare(part: object) -> object:

@@ -103,6 +103,17 @@ def test_a_template_may_change_questions(tmp_path: Path) -> None:
     assert text == "\n<|im_start|>user\nAGAIN<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.stranger("2.D2")
+def test_a_template_that_leaves_tools_results_out_plays_no_turn_with_them(tmp_path: Path) -> None:
+    template = CHATML.replace("for m in messages", "for m in messages if m.role != 'tool'")
+    renderer = Renderer(chat_model(tmp_path, template=template))
+    answer, result = renderer.encode("42<|im_end|>"), {"role": "tool", "content": "43"}
+    assert renderer.encode_reply(AGAIN, answer)
+    for reply in ([result], [result, result], [result, *AGAIN]):
+        with pytest.raises(ChatTemplateError, match=r"leaves messages out, of the roles \('tool'"):
+            renderer.encode_reply(reply, answer)
+
+
 @pytest.mark.stranger("C10")
 @pytest.mark.parametrize(
     ("adds", "text", "expected"),
