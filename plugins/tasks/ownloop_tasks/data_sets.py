@@ -144,7 +144,8 @@ def _csv_rows(file: Path, columns: Sequence[str], names: dict[str, None]) -> lis
         raise ValueError(f"{file.name} has several columns {twice[0]!r}; one is needed")
     options = arrow_csv.ConvertOptions(column_types=dict.fromkeys(wanted, string()), include_columns=wanted)
     parsing = arrow_csv.ParseOptions(newlines_in_values=True)
-    rows = arrow_csv.read_csv(file, parse_options=parsing, convert_options=options).to_pylist() if wanted else []
+    reading = arrow_csv.ReadOptions(block_size=min(max(file.stat().st_size, 1 << 20), (1 << 31) - 1))  # holds any row
+    rows = arrow_csv.read_csv(file, reading, parsing, options).to_pylist() if wanted else []
     return [{name: cell or None for name, cell in row.items()} for row in rows]
 
 

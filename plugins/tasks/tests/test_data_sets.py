@@ -60,6 +60,8 @@ def test_cells_of_a_csv_are_text(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     file.write_bytes(b'\xef\xbb\xbfq,a\n"one\ntwo",007\n"x, ""y""",NA\nnull,1e3\n" pad ",True\n')
     assert _columns(file, "q", "a") == [("one\ntwo", "007"), ('x, "y"', "NA"), ("null", "1e3"), (" pad ", "True")]
+    file.write_text(f"q,a\n{'x' * (5 << 20)},1\ny,2\n")
+    assert [len(question) for question, _ in _columns(file, "q", "a")] == [5 << 20, 1]
     file.write_text("q,a,a\nw,1,2\n")
     with pytest.raises(ValueError, match="several columns 'a'"):
         _columns(file, "a")
