@@ -22,12 +22,10 @@ PARENT_FILE = "parent.json"
 def find_run(name: str, runs: Path) -> Path:
     """The folder of a run given by path or by its name within `runs`. Raises ValueError if there is no such run."""
     paths = dict.fromkeys((Path(name), runs / name))
-    found = run_of(name, runs) or next((path for path in paths if (path / CONFIG_FILE).is_file()), None)
-    if found is None:
-        raise ValueError(f"there is no run {name}: no {CONFIG_FILE} in {' or '.join(map(str, paths))}")
-    if "model_type" in read_json(found / CONFIG_FILE):
-        raise ValueError(f"{found} is a model's directory and no run")
-    return found
+    for path in paths:
+        if (path / CONFIG_FILE).is_file() and "model_type" not in read_json(path / CONFIG_FILE):
+            return path
+    raise ValueError(f"there is no run {name}: no {CONFIG_FILE} in {' or '.join(map(str, paths))}, or only a model's")
 
 
 def run_of(name: str, runs: Path) -> Path | None:

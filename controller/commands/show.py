@@ -55,11 +55,10 @@ def _row(run: Path) -> tuple[str, ...]:
         config, state, metrics = read_json(run / CONFIG_FILE), state_of(run), run / METRICS
         first, values = next(metric_rows(metrics), {}), [_last(metrics, names) for names in (_TRAINING, _HELD_OUT)]
         ends = [row["step"] for name in ("", "seconds_step") if (row := last_row_with(metrics, name))]
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return (run.name, str(error), "-", "-", "-", "-")
     done, total = int(max(ends, default=0)), config.get("num_steps", "?")
-    begun = first.get("time")
-    when = strftime("%Y-%m-%d %H:%M", localtime(begun or (run / CONFIG_FILE).stat().st_mtime))
+    when = strftime("%Y-%m-%d %H:%M", localtime(first.get("time") or (run / CONFIG_FILE).stat().st_mtime))
     return (run.name, state, f"{done}/{total}", *values, when)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.commands.show import Show
+from controller.commands.show import Runs, Show
 from controller.runs.folder import RunFolder
 from rl.types import Group
 from tests.rl.fakes import completion, single_turn
@@ -44,13 +44,24 @@ def test_a_run_without_rollouts_says_so(tmp_path: Path, capfd: pytest.CaptureFix
         _show("mine", tmp_path, capfd)
 
 
+def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "logs").mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text('{"num_steps": 3}')
+    (tmp_path / "b" / "metrics.jsonl").mkdir()  # cannot be opened, like a file of another user's
+    assert Runs(runs=tmp_path).run() == 0
+    lines = {line.split()[0]: line for line in capfd.readouterr().out.splitlines()[1:]}
+    assert "0/3" in lines["a"]
+    assert "metrics.jsonl" in lines["b"]
+
+
 def test_a_models_directory_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model"
     model.mkdir()
     with pytest.raises(ValueError, match=r"no config\.json"):
         _show(str(model), tmp_path, capfd)
     (model / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match=f"{model} is a model"):
+    with pytest.raises(ValueError, match=f"no run {model}: .* only a model"):
         _show(str(model), tmp_path, capfd)
 
 
