@@ -17,6 +17,7 @@ from controller.runs.folder import complete_checkpoints
 from ownloop_agents.look_up import LookUp
 from ownloop_agents.programs import AgentTask
 from ownloop_sandbox.sandboxes import Work
+from plugins.agents.tests.chatting import chat_model
 from rl.envs.largest_number import LargestNumber
 from rl.rollouts.columns import read_groups
 from tests.e2e.cli_runs import kill_controller, metric_rows, ownloop, wait
@@ -78,6 +79,7 @@ def test_the_loop_and_the_task_refuse_each_others_kind() -> None:
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_a_killed_run_continues_as_if_it_had_not_been(tmp_path: Path) -> None:
+    chat_model(tmp_path / "model")
     whole = ownloop(tmp_path, RECIPE, "--name", "whole")
     status, output, _ = wait_for_end(whole, "the whole run", 300)
     assert status == 0, output
