@@ -25,6 +25,7 @@ from controller.handles.store import WeightStore
 from controller.processes.mesh import Mesh
 from controller.processes.rank_processes import RankProcesses
 from generator.actor import VLLMGenerator
+from rl.system.hardware import hand_back_memory
 from tests.docs.in_process import draw_no_curves
 from tests.stores import FakeStore
 from trainer.matrix_rate import matrix_rate
@@ -38,17 +39,28 @@ def vllm_in_process() -> Generator[None]:
     """At the end of the block, what vLLM did to this process is undone. Its engines are closed and dropped by then."""
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.engine import core
 
     environment, set_num_threads = dict(os.environ), torch.set_num_threads
     with pytest.MonkeyPatch.context() as patch:
         # vLLM collects garbage and walks through all modules for every engine, a second with its modules loaded.
         patch.setattr(gc, "collect", lambda *_: 0)
+        _freeze_once()
+        # vLLM keeps engines from being freed, and one that is freed would end what the others share.
+        patch.setattr(core, "freeze_gc_heap", lambda: None)
+        patch.setattr(core.EngineCore, "shutdown", staticmethod(lambda: None))
         patch.setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(_registers_kernels_once()))
         yield
     cleanup_dist_env_and_memory()
+    hand_back_memory()
     torch.set_num_threads = set_num_threads
     os.environ.clear()
     os.environ.update(environment)
+
+
+@functools.cache
+def _freeze_once() -> None:
+    gc.freeze()
 
 
 @functools.cache

@@ -175,6 +175,16 @@ class Heap:
             self._settled, self._steps = 0, 0
 
 
+def hand_back_if_short() -> None:
+    """Hands freed memory back where the host has little left: less than an eighth of what this process holds.
+
+    To be called between rows: those of one step alone may fill the host with holes.
+    """
+    resident = _resident_bytes()
+    if "MALLOC_TRIM_THRESHOLD_" in os.environ and resident > 1 << 30 and 8 * available_memory_bytes() < resident:
+        hand_back_memory()
+
+
 def hand_back_memory() -> None:
     """Hands memory that this process has freed back to the kernel. Does nothing in a C library that is not glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

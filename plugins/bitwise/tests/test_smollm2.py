@@ -34,7 +34,7 @@ def test_a_thousand_completions_differ_nowhere(dtype: Any, tmp_path: Path) -> No
     words = read_config(model)["vocab_size"]
     prompts = [random.integers(3, words, n).tolist() for n in LENGTHS]
     prompts += [[*prompts[9][:60], *prompts[3]], [*prompts[11][:150], 5, 6]]  # they begin as others do
-    trainer = TrainerConfig(engine="bitwise", compute_dtype=dtype, num_threads=1)
+    trainer = TrainerConfig(engine="bitwise", compute_dtype=dtype, num_threads=1, max_tokens_per_microbatch=1024)
     generator = GeneratorConfig(
         numerics="bitwise", dtype=dtype, num_threads=2, max_model_len=384, max_num_seqs=64, kept_sets=True
     )

@@ -139,6 +139,7 @@ class Gateway:
             yield
         finally:
             sweeper.cancel()
+            await asyncio.wait([sweeper])
             await self.close()
 
     async def close(self) -> None:

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from rl.system.hardware import Heap, cpu_malloc_env
+from rl.system import hardware
+from rl.system.hardware import Heap, cpu_malloc_env, hand_back_if_short
 from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.seconds
@@ -21,6 +22,21 @@ def test_memory_that_has_grown_is_handed_back() -> None:
     for _ in sizes:
         heap.after_step()
     assert handed_back == [1021, 2041]  # 2 % above the most of four steps, 1000 and then 2000
+
+
+@pytest.mark.parametrize(
+    ("resident", "available", "expected"), [(8, 0.9, 1), (8, 1.1, 0), (0.9, 0.0, 0)], ids=["short", "enough", "small"]
+)
+def test_a_host_with_little_left_gets_memory_back_between_rows(
+    resident: float, available: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed_back = list[int]()
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
+    monkeypatch.setattr(hardware, "_resident_bytes", lambda: int(resident * 2**30))
+    monkeypatch.setattr(hardware, "available_memory_bytes", lambda: int(available * 2**30))
+    monkeypatch.setattr(hardware, "hand_back_memory", lambda: handed_back.append(1))
+    hand_back_if_short()
+    assert len(handed_back) == expected
 
 
 HOLES = """

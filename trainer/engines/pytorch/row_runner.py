@@ -22,6 +22,7 @@ from torch import Tensor
 from rl.data.batching import merge_metrics
 from rl.data.packing import PackedRow, pack_row
 from rl.losses import Loss, LossInputs
+from rl.system.hardware import hand_back_if_short
 from rl.types import Datum, ForwardBackwardOutput, Head
 from trainer.engines.base import PeakMemory, RankFailureError
 
@@ -81,6 +82,7 @@ class OutputCollector:
 
     def add(self, row: PackedRow, scores: Tensor | None, entropy: Tensor | None, metrics: Mapping[str, Tensor]) -> None:
         """Takes a row's log-probs or values [S] and entropies [S]. They are None for a row without scored positions."""
+        hand_back_if_short()
         self._rows.append((row, scores, entropy))
         self._metrics.append(metrics)
 
