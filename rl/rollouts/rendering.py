@@ -97,11 +97,8 @@ class Renderer:
         if isinstance(prompt, str):
             return self._text.beginning(prompt)
         chat, images = _without_images(_messages(prompt))
-        plain = self._encode(self._render(chat))
-        if not tools:
-            return self._place(plain, images)
-        shown = self._encode(self._render(chat, tools))
-        if shown == plain:
+        shown = plain = self._encode(self._render(chat))
+        if tools and (shown := self._encode(self._render(chat, tools))) == plain:
             raise ValueError(
                 "the model's chat template shows no tools; ToolEnv.show_tools 'system' describes them in a message"
             )
