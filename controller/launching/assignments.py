@@ -159,10 +159,10 @@ class Assignments:
         try:
             taken = pool.take(name, num_ranks, config.gpus, num_replicas=num_replicas, colocated=colocated)
             cores = len(os.sched_getaffinity(0))
-            if taken is None and num_ranks > _RANKS_PER_CORE * cores:
+            if taken is None and max(num_ranks, config.num_threads) > _RANKS_PER_CORE * cores:
                 raise ValueError(
-                    f"the {name} has {num_ranks} ranks, each a process, and this host has no GPU and {cores} cores; "
-                    f"give it at most {_RANKS_PER_CORE * cores} by its parallel sizes"
+                    f"the {name} has {num_ranks} ranks, processes with num_threads {config.num_threads}, and this host "
+                    f"has no GPU and {cores} cores; give it at most {_RANKS_PER_CORE * cores} of either"
                 )
             return taken
         except ValueError:
