@@ -164,7 +164,7 @@ async def test_the_trainer_computes_the_generators_log_probs(chat_engine: Genera
     model = Path(chat_engine.llm.model_config.model)
     engine = load_engine(TrainerConfig(model=model, compute_dtype="float32"))
     for datum, found in zip(data, engine.forward([data], entropy=False).logprobs, strict=True):
-        np.testing.assert_allclose(found[datum.counted], datum.loss_inputs["logprobs"][datum.counted], atol=5e-6)
+        np.testing.assert_allclose(found[datum.counted], datum.loss_inputs["logprobs"][datum.counted], atol=2e-5)
     assert sum(datum.num_loss_tokens for datum in data) == made.num_sampled_tokens > 100
 
 
