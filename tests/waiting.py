@@ -1,6 +1,7 @@
 """How tests wait: for a state, for a process, and in an event loop whose clock takes no time. All waits have limits."""
 
 import asyncio
+import contextlib
 import os
 import selectors
 import subprocess
@@ -34,6 +35,15 @@ async def until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_
     while not condition():
         assert loop.time() < end, f"waited {limit_s:g} s in vain for {what}"
         await asyncio.sleep(every_s)
+
+
+def children(named: str) -> list[psutil.Process]:
+    """The children of this process that run and whose command has this word."""
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # also of a child that has ended
+            found += [child] if named in " ".join(child.cmdline()) else []
+    return found
 
 
 def join(*workers: threading.Thread | BaseProcess) -> None:

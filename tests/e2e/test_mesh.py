@@ -392,10 +392,14 @@ def test_ctrl_c_while_processes_start_ends_all_quietly(tmp_path: Path) -> None:
 
 def test_a_controller_hears_of_deaths_that_it_caused(tmp_path: Path) -> None:
     """Monarch ends an interpreter that is being finalized with status 1 if it still has a death to tell of."""
-    arguments = [sys.executable, "-c", CONTROLLER, str(tmp_path / "logs"), "1", "stop"]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    log = tmp_path / "logs" / "controller.log"
+    arguments = [sys.executable, "-c", CONTROLLER, str(log.parent), "1", "stop"]
+    for _ in range(5):  # a controller may have ended before Monarch told it of the death
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "descendants have failed" not in done.stdout + done.stderr
+        assert "shut down: True" in done.stdout, "Monarch's own handler would give it a second, and show a traceback"
+        if log.exists():
+            break
     # Of a process that is killed while it answers, Monarch tells either the signal or what could not be delivered.
-    assert "all its descendants have failed" in (tmp_path / "logs" / "controller.log").read_text()
-    assert "descendants have failed" not in done.stdout + done.stderr
-    assert "shut down: True" in done.stdout, "Monarch's own handler would give it a second, and show a traceback"
+    assert "all its descendants have failed" in log.read_text()

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rl.data.rows import is_eval
 from rl.envs import reasoning
 from rl.envs.procedural import TextProblem, eval_set, train_stream
 from rl.envs.reasoning import ReasoningGym
+from tests.waiting import children
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_problems_do_not_depend_on_the_order_of_sets() -> None:
 def test_a_process_of_entries_that_is_killed_is_started_again() -> None:
     env = ReasoningGym(task="ransom_note")
     first = env.train_problems(0, 0, 2)
-    (process,) = (each for each in psutil.Process().children() if "serve_entries" in "".join(each.cmdline()))
+    (process,) = children("serve_entries")
     process.kill()
     assert [p.id for p in env.train_problems(0, 0, 2)] == [p.id for p in first]
 

@@ -20,7 +20,7 @@ from ownloop_agents.sessions import SessionGroup, session_to_data
 from ownloop_agents.verifiers_tasks import VerifiersTasks, worker_of
 from plugins.agents.tests.chatting import endpoint_over
 from tests.generator.running import run_paced
-from tests.waiting import wait_until
+from tests.waiting import children, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.seconds, pytest.mark.paced]
 REAL = os.environ.get("OWNLOOP_VERIFIERS_PYTHON", "")
@@ -83,7 +83,7 @@ def python(tmp_path: Path) -> Iterator[Path]:
     file.chmod(0o755)
     yield file
     worker_of.cache_clear()
-    assert not [p for p in psutil.Process().children() if "verifiers_worker.py" in " ".join(p.cmdline())]
+    assert not children("verifiers_worker.py")
 
 
 def play(engine: GenerationEngine, env: VerifiersTasks, count: int, num_samples: int = 1) -> list[SessionGroup]:
@@ -117,7 +117,7 @@ def test_outcomes_are_carried_over_and_errors_are_failures(chat_engine: Generati
 
 def test_a_worker_that_died_is_started_again(chat_engine: GenerationEngine, python: Path) -> None:
     env = VerifiersTasks(python=python, config={"taskset": {"id": "sums", "num_tasks": 40}})
-    (worker,) = (p for p in psutil.Process().children() if "verifiers_worker.py" in " ".join(p.cmdline()))
+    (worker,) = children("verifiers_worker.py")
     worker.send_signal(signal.SIGKILL)
     wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "its end")
     assert play(chat_engine, env, 1)[0].task_id
