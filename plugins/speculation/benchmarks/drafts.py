@@ -152,13 +152,13 @@ async def answer(
     num_answers: int,
     running: int,
 ) -> list[Completion]:
-    """So many answers to every prompt, `running` at a time until none waits."""
-    at_once = asyncio.Semaphore(running)
+    """So many answers to every prompt. `running` run at a time while some wait: one that ends gives way to the next."""
+    core: Any = engine.llm.engine_core
+    core.engine_core.scheduler.max_num_active_reqs = running
 
     async def one(number: int) -> Completion:
-        async with at_once:
-            of_answer = replace(sampling, seed=(sampling.seed or 0) + 100_000 * number)
-            return (await engine.generate(prompts[number % len(prompts)], of_answer))[0]
+        of_answer = replace(sampling, seed=(sampling.seed or 0) + 100_000 * number)
+        return (await engine.generate(prompts[number % len(prompts)], of_answer))[0]
 
     return await asyncio.gather(*(one(number) for number in range(num_answers * len(prompts))))
 
