@@ -1,6 +1,7 @@
 """`VLLMGenerator`: one tensor-parallel rank of a generator, in a process of its own. The engine does the sampling."""
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from pkgutil import resolve_name
 
@@ -28,7 +29,6 @@ class VLLMGenerator(Actor):
 
         Versions are pulled from the TorchStore that is named `store_name`.
         """
-        self._temporary = OwnedFolder("ownloop-generator-")  # vLLM leaves a file behind
         model = read_config(config.model)
         if (family := find_family(model)) is not None and family.prepare_process:
             resolve_name(family.prepare_process)(model["architectures"][0])
@@ -36,7 +36,7 @@ class VLLMGenerator(Actor):
         import_and_freeze("generator.engine")
         from generator.engine import GenerationEngine
 
-        with without_garbage_collection(), self._temporary.takes_temporary_files():
+        with without_garbage_collection(), _temporary().takes_temporary_files():
             self._engine = GenerationEngine(config)
         self._store_name = store_name
         self._store_timeout_s = config.deadlines.at_least_s
@@ -139,3 +139,9 @@ class VLLMGenerator(Actor):
     async def num_unfinished(self) -> int:
         """Samples that are running or waiting in vLLM."""
         return self._engine.num_unfinished
+
+
+@functools.cache
+def _temporary() -> OwnedFolder:
+    """vLLM leaves the file there that belongs to the process group, so it lasts as long as the process."""
+    return OwnedFolder("ownloop-generator-")

@@ -13,6 +13,8 @@ import torch
 from torch.nn.functional import linear
 
 from rl.lora import LoRAConfig
+from rl.losses import get_loss
+from rl.tiny_models import random_batch as random_datums
 from rl.tiny_models import tiny_qwen3_moe
 from tests.controller.handles.fake_ranks import FakeMesh, handle_of, random_batch
 from tests.trainer.engines.test_adapter_files import (
@@ -23,6 +25,8 @@ from tests.trainer.engines.test_adapter_files import (
 from tests.trainer.engines.test_adapters import base, step, tensors
 from tests.trainer.engines.test_bfloat16 import assert_ranks_round_no_more_than_one
 from tests.trainer.engines.test_engine import (
+    build,
+    gradients,
     test_every_gradient_equals_autograd,
     test_logprobs_and_entropy_equal_transformers,
     test_what_datums_share_changes_no_gradient,
@@ -58,6 +62,22 @@ def test_experts_are_not_adapted(model: Path) -> None:
     step(adapter)
     with pytest.raises(ValueError, match="experts are not adapted, so train_attn or train_unembed must be True"):
         frozen.adapter("b", LoRAConfig(train_attn=False, train_unembed=False))
+
+
+@pytest.mark.parametrize("engine", ["torchtitan", "fsdp2"])
+def test_equal_calls_give_equal_gradients(tmp_path: Path, engine: str) -> None:
+    """Several threads add what a token gets from its four experts."""
+    model = tiny_qwen3_moe(tmp_path / "model", num_experts_per_tok=4)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        one, other = (build(model, engine=engine) for _ in range(2))
+        for each in (one, other):
+            each.forward_backward([random_datums([60] * 8)], get_loss("importance_sampling"))
+    finally:
+        torch.set_num_threads(num_threads)
+    expected = gradients(other)
+    assert all(grad.equal(expected[name]) for name, grad in gradients(one).items())
 
 
 @pytest.mark.ranks

@@ -55,8 +55,6 @@ float32, but for Qwen3.5, which vLLM serves in bfloat16 alone on a CPU. There mi
 tokens."""
 IN_PROCESSES = ("olmo3", "seed_oss", "smollm3")
 """vLLM changes their classes."""
-ROUNDED = ("gemma4",)
-"""Two computations of their gradient differ in the last bits, so a resumed run has another rounding."""
 
 
 @pytest.mark.parametrize("name", FLOORS)
@@ -106,10 +104,6 @@ def _check(name: str, folder: Path) -> None:
     print(name, [row["eval_reward"] for row in evaluations], f"{max(mismatches):.1e}", flush=True)
     assert evaluations[-1]["eval_reward"] > evaluations[0]["eval_reward_high"]
     assert max(mismatches) < FLOORS[name]
-    if family in ROUNDED:
-        after = [next(row["loss"] for row in run if row["step"] == 9 and "loss" in row) for run in (rows, resumed)]
-        assert after[0] == pytest.approx(after[1], rel=1e-4)
-        return
     differing = [(one, other) for one, other in zip(rows, resumed, strict=True) if one != other]
     assert differing == [], differing[0]
     weights = [load_file(folder / run / "model" / "model.safetensors") for run in ("whole", "killed")]

@@ -14,8 +14,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def choose_device() -> torch.device:
-    """This rank's accelerator, or the CPU."""
+    """This rank's accelerator, or the CPU, on which equal calls give equal gradients from here on.
+
+    There the gradient of a tensor that was indexed with repeated positions, as mixtures do with their tokens, is else a
+    sum of several threads, in the order in which they come: as slow, and another last bit each time.
+    """
     if not torch.cuda.is_available():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # By default it also fills all new memory, which costs time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
