@@ -16,8 +16,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def choose_device() -> torch.device:
     """This rank's accelerator, or the CPU, on which equal calls give equal gradients from here on.
 
-    There the gradient of a tensor that was indexed with repeated positions, as mixtures do with their tokens, is else a
-    sum of several threads, in the order in which they come: as slow, and another last bit each time.
+    By default the threads of a CPU add the gradients of a row that was taken more than once, as mixtures take tokens,
+    in the order in which they happen to come.
     """
     if not torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
