@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from benchmarks.harness import REPOSITORY
 from benchmarks.kills.fault import NUM_STEPS, PROMPTS_PER_STEP, Fault
 from controller.commands.resume import recording_file
@@ -135,6 +137,16 @@ class Cell:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return len(left)
+
+
+def process_of(log: Path) -> int | None:
+    """The process whose output goes to a log, if it runs; not one of its children, whose numbers may be lower."""
+    parents: dict[int, int] = {}
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):
+            if Path(f"/proc/{process.pid}/fd/1").readlink() == log:
+                parents[process.pid] = process.ppid()
+    return next((pid for pid, parent in parents.items() if parent not in parents), None)
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float, every_s: float = 0.2) -> bool:

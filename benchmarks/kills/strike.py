@@ -15,7 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kills.cell import wait_until
+from benchmarks.kills.cell import process_of, wait_until
 from benchmarks.kills.fault import LOG_NAMES, STRIKE_STEP, Fault, Phase, fault_from_environment
 from controller.handles import generator_handle, trainer_handle
 from controller.runs import Loop, RolloutSource, Run
@@ -129,7 +129,10 @@ class Strike:
         if kind == "exception" or computes or victim == "engine thread":
             (self._folder / f"{name}.order").write_text(kind)
         else:
-            os.kill(process_of(self._log_dir / f"{name}.log"), signal.Signals[kind])
+            process = process_of(self._log_dir / f"{name}.log")
+            if process is None:
+                raise LookupError(f"no process writes to {name}.log")
+            os.kill(process, signal.Signals[kind])
 
 
 class HostStrike(Strike):
@@ -141,15 +144,6 @@ class HostStrike(Strike):
         else:
             victim = "trainer-0" if phase in _TRAINER_PHASES else "generator-0"
             (self._folder / f"{victim}.order").write_text(WAIT)
-
-
-def process_of(log: Path) -> int:
-    """The process whose output goes to a log. Raises LookupError if there is none."""
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and (entry / "fd" / "1").readlink() == log:
-                return int(entry.name)
-    raise LookupError(f"no process writes to {log}")
 
 
 def follow(kind: str) -> None:

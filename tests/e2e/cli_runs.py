@@ -1,6 +1,5 @@
 """Runs of the command line as processes of their own, to be killed."""
 
-import contextlib
 import hashlib
 import os
 import subprocess
@@ -9,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kills.cell import process_of
 from controller.runs.folder import read_metrics
 from controller.runs.metric_rows import is_timing
 from tests.generator.served_models import served_llama
@@ -37,15 +37,6 @@ def model_hash(run: Path) -> str:
     """A hash of the trained model."""
     (file,) = (run / "model").glob("*.safetensors")
     return hashlib.blake2b(file.read_bytes()).hexdigest()
-
-
-def process_of(log: Path) -> int | None:
-    """The process whose output goes to a log, if it runs."""
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and (entry / "fd" / "1").readlink() == log:
-                return int(entry.name)
-    return None
 
 
 def wait(run: subprocess.Popen[str], until: Callable[[], Any], every_s: float = 0.02) -> None:

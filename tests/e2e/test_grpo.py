@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.kills.cell import process_of
 from controller.runs.metric_rows import is_timing
 from controller.runs.models import resolve_model
-from tests.e2e.cli_runs import process_of, wait_for_step
+from tests.e2e.cli_runs import wait_for_step
 from tests.generator.served_models import served_llama
 from tests.rl.recordings import recorded_rows
 from tests.waiting import LIMIT_S, wait_until

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.kills.cell import process_of
 from controller.runs.folder import complete_checkpoints
-from tests.e2e.cli_runs import kill_controller, metric_rows, model_hash, ownloop, process_of, wait, wait_for_step
+from tests.e2e.cli_runs import kill_controller, metric_rows, model_hash, ownloop, wait, wait_for_step
 from tests.waiting import wait_for_end, wait_until
 
 pytestmark = pytest.mark.e2e

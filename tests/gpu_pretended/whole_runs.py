@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kills.cell import process_of
 from controller.loops.grpo import GRPOConfig
 from controller.runs.folder import read_metrics
 from generator.config import GeneratorConfig
 from rl.tiny_models import tiny_qwen3, tiny_qwen3_moe
 from rl.tiny_tasks import EvenWords
 from rl.types import SamplingParams
-from tests.e2e.cli_runs import process_of
 from trainer.config import TrainerConfig
 
 LIMIT = 0.05

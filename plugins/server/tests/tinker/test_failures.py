@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.kills.cell import process_of
 from ownloop_server.child_server import Server, served, start, stop
 from plugins.server.tests.tinker.conftest import FLOAT32, tiny_chat_model
 from plugins.server.tests.tinker.recipes import (
@@ -21,7 +22,6 @@ from plugins.server.tests.tinker.recipes import (
 )
 from plugins.server.tests.tinker.test_supervised_recipes import bundled_conversations
 from rl.tiny_models import SERVABLE, tiny_llama
-from tests.e2e.cli_runs import process_of
 from tests.waiting import LIMIT_S, wait_until
 
 tinker: Any = pytest.importorskip("tinker", reason="the package tinker, of the extra tinker, is not installed")
