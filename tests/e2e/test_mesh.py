@@ -157,7 +157,7 @@ async def test_a_mesh_that_was_stopped_says_so(tmp_path: Path) -> None:
     (log,) = mesh.processes.log_files
     await asyncio.to_thread(wait_until, lambda: "hangs for" in log.read_text(), "the call that hangs")
     await mesh.stop()
-    for call in (under_way, mesh.call("add", [(1,)])):
+    for call in (under_way, mesh.call("add", [(1,)]), mesh.call("add", lambda: [(1,)])):
         with pytest.raises(MeshError, match=r"^toy: it was stopped, and takes no more calls$"):
             await call
 
