@@ -139,9 +139,9 @@ class Calls:
         async with self.gate() if needs_memory else contextlib.nullcontext():
             async with self._order:
                 check_no_fork()
-                if self.failure is not None:
-                    raise self.failure.again()
                 if callable(arguments):
+                    if self.failure is not None:  # the packer of a stopped mesh takes nothing
+                        raise self.failure.again()
                     loop = asyncio.get_running_loop()
                     packed = await loop.run_in_executor(self._packer, self._packed, verb, arguments)
                 else:
