@@ -25,11 +25,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import IO, Any
 
 HEAD = struct.Struct(">IcI")
 _LOOK_S = 0.1
 _PART = 1 << 16
+_MOST_PARTS = 32  # a pipe of an ordinary user holds 16 at most
 _MOST_BUFFERED = 64 << 20
 _MOST_CONNECTIONS = 256
 _MOST_DEPTH = 64
@@ -40,21 +42,22 @@ class Command:
     """A command that was asked for. Its process group has the number of its process."""
 
     def __init__(self, number: int, process: int, pipes: list[int], most: int) -> None:
-        self.number, self.process, self.pipes, self.most = number, process, pipes, most
-        self.outputs = [bytearray() for _ in pipes]
+        self.number, self.process, self.most = number, process, most
+        self.outputs, self.pipes = {pipe: bytearray() for pipe in pipes}, {*pipes}
 
     def read(self, pipe: int) -> bool:
-        """Keeps the end of what there is to read. False at the end of the pipe."""
-        output = self.outputs[self.pipes.index(pipe)]
-        while True:
+        """Keeps the end of what a full pipe holds; others may go on writing. False at the end of the pipe."""
+        output = self.outputs[pipe]
+        for _ in range(_MOST_PARTS):
             try:
                 part = os.read(pipe, _PART)
             except BlockingIOError:
-                return True
+                break
             output += part
             del output[: -self.most]
             if not part:
                 return False
+        return True
 
 
 class Connection:
@@ -100,7 +103,8 @@ class Server:
         looked = time.monotonic()
         while True:
             for key, _ in self.selector.select(_LOOK_S):
-                key.data()
+                if self.selector.get_map().get(key.fd) is key:  # what came before it may have closed it
+                    key.data()
             self.reap()
             if self.is_first and self.commands and time.monotonic() - looked > _LOOK_S:
                 self.look()
@@ -168,6 +172,7 @@ class Server:
                 argv,
                 env={"PATH": self.path, **env},
                 cwd=cwd,
+                bufsize=0,
                 stdin=subprocess.PIPE if said else subprocess.DEVNULL,
                 stdout=pipes[0][1],
                 stderr=pipes[-1][1],
@@ -177,20 +182,31 @@ class Server:
             for _, end in pipes:
                 os.close(end)
         if process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError), process.stdin:
-                process.stdin.write(said.encode())
+            os.set_blocking(process.stdin.fileno(), False)
+            write = partial(self.write, process.stdin, bytearray(said.encode()))
+            self.selector.register(process.stdin, selectors.EVENT_WRITE, write)
         process.returncode = 0  # this server waits for all processes itself
         command = Command(number, process.pid, [end for end, _ in pipes], most)
         self.commands[process.pid] = command
         for pipe in command.pipes:
             os.set_blocking(pipe, False)
-            self.selector.register(pipe, selectors.EVENT_READ, lambda pipe=pipe: self.read(command, pipe))
+            self.selector.register(pipe, selectors.EVENT_READ, partial(self.read, command, pipe))
+
+    def write(self, pipe: IO[bytes], unsent: bytearray) -> None:
+        """Gives a command as much of its standard input as it takes. Closes it at the end, or when nobody reads it."""
+        with contextlib.suppress(BrokenPipeError):
+            del unsent[: pipe.write(unsent) or 0]
+            if unsent:
+                return
+        self.selector.unregister(pipe)
+        pipe.close()
 
     def read(self, command: Command, pipe: int) -> None:
         """Takes what a command wrote. Processes that it left behind may go on writing after its end."""
         if not command.read(pipe):
             self.selector.unregister(pipe)
             os.close(pipe)
+            command.pipes.remove(pipe)
 
     def reap(self) -> None:
         """Answers for the commands that have ended. All orphans of the box are children of this process."""
@@ -205,17 +221,15 @@ class Server:
         command = self.commands.pop(process, None)
         if command is None:
             return
-        for pipe in command.pipes:
-            if pipe in self.selector.get_map() and not command.read(pipe):
-                self.selector.unregister(pipe)
-                os.close(pipe)
+        for pipe in [*command.pipes]:
+            self.read(command, pipe)
         code = os.waitstatus_to_exitcode(status)
         said = {
             "status": code if code >= 0 else 128 - code,  # as a shell reports a signal
             "limit": self.stopped_by,
-            "lengths": [len(output) for output in command.outputs],
+            "lengths": [*map(len, command.outputs.values())],
         }
-        self.send(b"z", command.number, json.dumps(said).encode() + b"\n" + b"".join(command.outputs))
+        self.send(b"z", command.number, json.dumps(said).encode() + b"\n" + b"".join(command.outputs.values()))
 
     def look(self) -> None:
         """Ends all processes when they have too much memory, or when there are too many files."""

@@ -92,13 +92,63 @@ def test_no_process_outlives_a_box(tmp_path: Path, name: SandboxName) -> None:
     async def use(box: Box) -> None:
         for end in (box.stop, box.destroy):
             running = asyncio.create_task(box.run(python(code), {}, 600))
-            await until(lambda: len(_sleepers()) >= 2, "the child")
+            await until(lambda running=running: running.done() or len(_sleepers()) >= 2, "the child")
+            assert not running.done(), running
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             await end()
             await until(lambda: not _sleepers(), "the end of the child")
 
     asyncio.run(in_a_box(name, BoxConfig(), use))
+
+
+def test_a_box_outlives_what_is_written_while_it_stops(name: SandboxName) -> None:
+    async def use(box: Box) -> str:
+        for _ in range(40):
+            ended = await box.run(python("import os\nos.fork()\nwhile True: os.write(1, b'x' * 100)"), {}, 0.02)
+            assert ended.exit_code is None
+            running = asyncio.create_task(box.run(python("import os\nwhile True: os.write(1, b'x')"), {}, 600))
+            await asyncio.sleep(0.05)
+            running.cancel()
+            await box.stop()
+        return (await box.run(python("print(6 * 7)"), {}, 60)).output
+
+    assert asyncio.run(in_a_box(name, DEFAULTS, use)) == "42\n"
+
+
+def test_a_command_takes_as_much_of_its_input_as_it_wants(name: SandboxName) -> None:
+    said = "".join(f"{i}\n" for i in range(200_000))
+
+    async def use(box: Box) -> None:
+        copies = "import shutil, sys; shutil.copyfileobj(sys.stdin, sys.stdout)"
+        assert (await box.run(python(copies), {}, 60, said=said)).output == said[-(1 << 16) :]
+        assert (await box.run(python("print(input())"), {}, 60, said=said)).output == "0\n"
+        assert (await box.run(python("import time; time.sleep(600)"), {}, 1, said=said)).exit_code is None
+
+    asyncio.run(in_a_box(name, DEFAULTS, use))
+
+
+async def test_a_command_that_closes_its_output_takes_no_others(name: SandboxName) -> None:
+    """The number of its pipe is then another command's, which writes while it ends."""
+    wait = "import os, time\nopen({!r}, 'w'){}\nwhile not os.path.exists('go'): time.sleep(0.001)\n"
+    first = wait.format("first", "; os.close(1); os.close(2)")
+    second = wait.format("second", "") + "for _ in range(60_000): os.write(1, b'x')"
+
+    async def use(box: Box) -> None:
+        async def start(file: str, code: str) -> asyncio.Task[Ended]:
+            running = asyncio.create_task(box.run(python(code), {}, 60))
+            while file not in (await box.files()).names:
+                await asyncio.sleep(0.01)
+            return running
+
+        for _ in range(5):
+            started = [await start("first", first), await start("second", second)]
+            await box.put("go", "")
+            ended = await asyncio.gather(*started)
+            assert [len(each.output) for each in ended] == [0, 60_000]
+            await box.run(["rm", "first", "second", "go"], {}, 60)
+
+    await in_a_box(name, DEFAULTS, use)
 
 
 def test_a_box_ends_with_a_controller_that_is_killed(tmp_path: Path, name: SandboxName) -> None:
