@@ -279,19 +279,19 @@ async def _in_a_fresh_sandbox(
 ) -> Ended:
     """See `Attempt.run`."""
     sandbox = make_sandbox(program.sandbox, program.box_config())
-    try:
-        await sandbox.create()
-        for name in work.names:
-            if _is_copied(task, name):
-                with contextlib.suppress(ValueError):  # too big to be read, as the program left it
-                    await sandbox.put(name, work.read(name), mode=work.mode(name) | 0o400)
-        given = {name: content for name, content in task.files.items() if _steers(name)}
-        for name, content in {**given, **task.hidden}.items():
-            await sandbox.put(name, content)
-        with waiting():
+    with waiting():  # making the sandbox and ending it have limits of their own, too
+        try:
+            await sandbox.create()
+            for name in work.names:
+                if _is_copied(task, name):
+                    with contextlib.suppress(ValueError):  # too big to be read, as the program left it
+                        await sandbox.put(name, work.read(name), mode=work.mode(name) | 0o400)
+            given = {name: content for name, content in task.files.items() if _steers(name)}
+            for name, content in {**given, **task.hidden}.items():
+                await sandbox.put(name, content)
             return await sandbox.run(argv, {"HOME": sandbox.home, **program.env}, time_limit_s, said=said)
-    finally:
-        await sandbox.destroy()
+        finally:
+            await sandbox.destroy()
 
 
 def _is_copied(task: AgentTask, name: str) -> bool:

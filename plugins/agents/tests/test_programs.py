@@ -24,7 +24,7 @@ from ownloop_agents.programs import (
     run_agents,
 )
 from ownloop_agents.sessions import SessionGroup, session_to_data
-from ownloop_sandbox.sandboxes import Work
+from ownloop_sandbox.sandboxes import Box, Work
 from plugins.agents.tests.chatting import endpoint_over
 from tests.generator.running import run_paced
 
@@ -133,17 +133,24 @@ def test_a_reward_may_say_more(chat_engine: GenerationEngine) -> None:
 
 
 @pytest.mark.stranger("2.B7")
-def test_a_reward_that_never_returns_fails_and_stops_nothing(chat_engine: GenerationEngine) -> None:
-    release = threading.Event()
+def test_a_reward_that_never_returns_fails_and_stops_nothing(
+    chat_engine: GenerationEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, create = threading.Event(), Box.create
+
+    async def create_slowly(box: Box) -> None:
+        await asyncio.sleep(0.5)
+        await create(box)
 
     async def waits(task: AgentTask, work: Work, attempt: Attempt) -> float:
         del task, work
-        await attempt.run(["sleep", "0.5"], 60)  # which has a limit of its own
+        await attempt.run(["sleep", "0.5"], 60)  # which has a limit of its own, as its sandbox has
         return 0.5
 
     async def endless(*_: object) -> float:
         return float(await asyncio.Event().wait())
 
+    monkeypatch.setattr(Box, "create", create_slowly)
     rewards: list[Reward] = [lambda *_: float(release.wait(60)), endless, waits]
     try:
         found = [run(chat_engine, program(CHAT, "x", reward_time_limit_s=0.4), tasks(), each)[0] for each in rewards]
