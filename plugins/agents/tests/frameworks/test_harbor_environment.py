@@ -20,7 +20,7 @@ from ownloop_sandbox import ways
 from ownloop_sandbox.sandboxes import check_sandbox
 from plugins.sandbox.tests.here import need_box
 from plugins.sandbox.tests.test_run import is_running
-from tests.waiting import wait_until
+from tests.waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.seconds
 TEST = (
@@ -77,7 +77,7 @@ def verified(environment: Any, agent: str, folder: Path) -> str:
     (folder / "tests" / "test.sh").write_text(TEST)
 
     async def use(made: Any) -> str:
-        await made.exec(agent, timeout_sec=5)
+        await made.exec(agent, timeout_sec=LIMIT_S)
         await made.upload_dir(folder / "tests", "/tests")
         await made.exec("chmod +x /tests/test.sh", user="root")
         await made.exec("(/tests/test.sh) > /logs/verifier/test-stdout.txt 2>&1")
