@@ -198,7 +198,7 @@ class Box:
             in_time = True
         except TimeoutError:
             self._send(b"k", number, b"")
-            said_last, in_time = await _within(_KILL_LIMIT_S, running), False
+            said_last, in_time = await _within(_ANSWER_LIMIT_S, running), False
         except BaseException:
             running.cancel()
             self._send(b"k", number, b"")
