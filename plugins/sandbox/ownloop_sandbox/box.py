@@ -247,11 +247,12 @@ class Box:
             return
         assert process.stdin is not None
         process.stdin.close()  # its first process then ends all others; without it, the kernel would
-        with contextlib.suppress(TimeoutError):
+        try:
             await asyncio.wait_for(process.wait(), _KILL_LIMIT_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        except TimeoutError:  # once it has ended, its number may be that of another group
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)

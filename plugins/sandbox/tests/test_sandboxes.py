@@ -14,7 +14,7 @@ import pytest
 from ownloop_sandbox.inner_serve import remove
 from ownloop_sandbox.sandboxes import Box, BoxConfig, Ended, SandboxName, Work, make_sandbox
 from plugins.sandbox.tests.here import BOXES, in_a_box, need_box
-from tests.waiting import until, wait_until
+from tests.waiting import LIMIT_S, children, until, wait_until
 
 pytestmark = pytest.mark.seconds
 SLEEP = f"time.sleep({2000 + os.getpid()})"  # of no other test's process
@@ -173,6 +173,21 @@ def _sleepers() -> list[psutil.Process]:
     return [p for p in found if SLEEP in " ".join(p.info["cmdline"] or ()) and p.info["status"] != "zombie"]
 
 
+async def test_a_box_that_died_is_destroyed_without_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be that of another group by then."""
+    signals: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, _signal: signals.append(group))
+
+    async def use(box: Box) -> None:
+        (server,) = children("ownloop-program-")
+        server.kill()
+        with pytest.raises(RuntimeError, match="the box does not answer"):
+            await box.run(python("import time; time.sleep(600)"), {}, None)
+
+    await in_a_box("local", DEFAULTS, use)
+    assert signals == []
+
+
 def test_a_command_is_killed_at_its_limit(name: SandboxName) -> None:
     ended = ran(name, "print('x' * 200_000, flush=True); import time; time.sleep(600)", 2)
     assert ended.exit_code is None
@@ -281,7 +296,7 @@ async def test_many_programs_at_once_leave_nothing(tmp_path: Path, monkeypatch: 
 
     async def one(number: int) -> str:
         async def use(box: Box) -> str:
-            ended = await box.run(python("print(6 * 7)" if number % 2 else bad), {}, 20 if number % 2 else 3)
+            ended = await box.run(python("print(6 * 7)" if number % 2 else bad), {}, LIMIT_S if number % 2 else 3)
             await box.stop()
             return ended.output if "l" not in (await box.files()).names else "a link"
 
