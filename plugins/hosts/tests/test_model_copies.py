@@ -13,6 +13,7 @@ import pytest
 from ownloop_hosts import other_hosts
 from ownloop_hosts.model_copies import ModelOffer, ModelServer, check_same_model, model_files, receive_model
 from plugins.hosts.tests.fake_hosts import FakeAgent, fake_host
+from tests.waiting import wait_until
 
 HERE = "127.0.0.1"
 
@@ -54,7 +55,8 @@ def test_a_copy_is_the_model(model: Path, tmp_path: Path) -> None:
     assert (there / "model.safetensors").read_bytes() == (tmp_path / "blob").read_bytes()
     assert not (there / "model.safetensors").is_symlink()
     assert [path.name for path in there.parent.iterdir()] == ["model"]
-    assert server.sent_bytes == server.offer.num_bytes == 256 * 80_000 + 2 + len("{{ tools }}")
+    assert server.offer.num_bytes == 256 * 80_000 + 2 + len("{{ tools }}")
+    wait_until(lambda: server.sent_bytes == server.offer.num_bytes, "the thread that sends to have counted all")
     assert (there / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     assert not (there / "original").exists()
 
