@@ -113,7 +113,7 @@ def test_between_pushes_a_host_may_stop_and_another_may_join(monkeypatch: pytest
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         with monkeypatch.context() as patch:
-            patch.setattr("ownloop_hosts.weights.network.ALIVE_S", 0.5)
+            patch.setattr("ownloop_hosts.weights.network.ALIVE_S", 2.0)
             with pytest.warns(UserWarning, match=r"version 2 did not reach every generator host.*; h2: "):
                 assert_read("h1", push(publisher, 2), monkeypatch)
         os.kill(pid, signal.SIGCONT)
