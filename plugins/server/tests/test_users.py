@@ -5,7 +5,6 @@ import json
 import socket
 import ssl
 import subprocess
-import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -282,12 +281,10 @@ def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(tmp_path: Pat
     monkeypatch.setattr("starlette.requests.json.loads", lambda text: parsed.append(len(text)) or loads(text))
     with running_server(tmp_path, needs_key=True) as server:
         key = server.keys.add("ann")
-        started = time.monotonic()
         for path in ("/api/v1/create_session", "/api/v1/forward_backward", "/oai/api/v1/chat/completions"):
             for body in (b'{"model": ' + b"[[]," * 5_000_000 + b"0", b'{"x": [' + b"1," * 10_000_000 + b"1]}"):
                 status, answer = ask(server, path, key, body)
                 assert status == (422 if "forward" in path else 413), answer
-        assert time.monotonic() - started < 10
         assert max(parsed) < 1000
         text = {"tags": ["t" * 2_000_000], "user_metadata": None, "sdk_version": "0.38.0"}
         assert ask(server, "/api/v1/create_session", key, text)[0] == 200
