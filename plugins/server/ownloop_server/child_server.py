@@ -47,7 +47,7 @@ def start(model: Path, folder: Path, *options: str, port: int = 0) -> Server:
             [*command, "--folder", str(folder / "gateway"), *options], cwd=folder, env=env, stdout=log, stderr=log
         )
     end = time.monotonic() + _STARTS_S
-    while "TINKER_BASE_URL=" not in (said := (folder / "serve.log").read_text()[began:]):
+    while "TINKER_BASE_URL=" not in (said := (folder / "serve.log").read_bytes()[began:].decode(errors="replace")):
         if process.poll() is not None or time.monotonic() > end:
             process.kill()
             raise RuntimeError(f"the server did not start: {said}")
