@@ -19,7 +19,7 @@ from ownloop_hosts.starting import kubernetes_hosts
 from ownloop_hosts.starting.kubernetes_hosts import KubernetesHosts, Pods, as_yaml, manifests
 from ownloop_hosts.starting.worker_starts import worker_certificates
 from plugins.hosts.tests.stand_ins import free_ports, install
-from tests.waiting import wait_for_end
+from tests.waiting import LIMIT_S, wait_for_end
 
 KUBECTL = """
 shift 2
@@ -52,6 +52,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "jobs").touch()
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setattr(KubernetesHosts, "address", lambda *_: "127.0.0.1")
+    monkeypatch.setattr(kubernetes_hosts, "_DELETE_S", LIMIT_S)
     return tmp_path
 
 

@@ -11,11 +11,12 @@ import pytest
 from controller.processes.errors import HostsOverError
 from ownloop_hosts.connections import Address, accepts
 from ownloop_hosts.host_groups import Groups
+from ownloop_hosts.starting import slurm_hosts
 from ownloop_hosts.starting.slurm_hosts import SlurmHosts, Times
 from ownloop_hosts.starting.slurm_workers import NewJob, OwnAllocation
 from plugins.hosts.tests.slurm_stand_in import scripts
 from plugins.hosts.tests.stand_ins import free_ports, install, running
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 NODES = ("127.0.0.1", "127.0.0.2")
 FAKE_WORKER = """
@@ -36,6 +37,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "nodes").write_text(" ".join(NODES))
     for name in ("SLURM_JOB_ID", "FAILS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(slurm_hosts, "_CANCEL_S", LIMIT_S)
     return tmp_path
 
 
