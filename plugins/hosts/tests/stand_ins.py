@@ -31,8 +31,9 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> No
 def free_ports(count: int = 10) -> int:
     """The first of so many ports of 127.0.0.1 on which nothing listens. The kernel gives none of them to others."""
     chance = random.SystemRandom()  # processes of pytest may have the same seed
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 10  # two processes of pytest never have the same
     while True:
-        first = chance.randrange(10_000, 30_000)
+        first = 10_000 + 2000 * worker + chance.randrange(2000 - count)
         with ExitStack() as stack:
             try:
                 for port in range(first, first + count):

@@ -147,8 +147,9 @@ async def _ownloop(*words: str) -> str:
     try:
         output, _ = await process.communicate()
     except asyncio.CancelledError:
-        process.send_signal(signal.SIGINT)
-        await process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGINT)
+        await process.communicate()  # it may have more to print than its pipe holds
         raise
     text = output.decode(errors="replace")
     if process.returncode:

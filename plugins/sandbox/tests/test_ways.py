@@ -16,7 +16,7 @@ from plugins.sandbox.tests.here import REAL, need
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).parents[3]
-REMEMBERED: Any = (find_way, ways.program, ways.bwrap_file, vars(sandboxes)["_why_not"])
+REMEMBERED: Any = (find_way, ways.program, ways.bwrap_file, vars(sandboxes)["_built"])
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +61,14 @@ def test_a_program_that_does_not_do_its_work_is_no_sandbox(tmp_path: Path, monke
         find_way()
     with pytest.raises(ValueError, match=message):
         check_sandbox("auto")
+
+
+def test_a_host_that_had_no_room_for_a_box_has_one_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, python="exit 1")
+    with pytest.raises(ValueError, match="namespaces: it ended with status 1"):
+        check_sandbox("namespaces")
+    install(tmp_path, monkeypatch, python="printf '\\0\\0\\0\\0s\\0\\0\\0\\0'")
+    assert check_sandbox("namespaces") == "namespaces"
 
 
 def test_what_needs_no_program_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
