@@ -60,23 +60,24 @@ def spawn(num_ranks: int, body: Callable[..., None], *args: object, timeout_s: f
     Raises torch's ProcessRaisedException with the traceback of the first rank that fails, and TimeoutError if they take
     longer than `timeout_s` seconds. In both cases every rank has ended.
     """
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    # CUDA cannot be used in a forked process
-    method = "spawn" if torch.cuda.is_available() else preloaded_forkserver().get_start_method()
-    ranks = torch.multiprocessing.start_processes(
-        _rank_main, (num_ranks, port, body, args), nprocs=num_ranks, join=False, start_method=method
-    )
-    assert ranks is not None
-    processes: list[BaseProcess] = ranks.processes  # pyright: ignore[reportAssignmentType]  # torch says None
-    deadline = time.monotonic() + timeout_s
-    while not ranks.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in processes:
-                process.kill()
-                process.join()
-            raise TimeoutError(f"{num_ranks} ranks took longer than {timeout_s:g} s and were ended")
+    with socket.socket() as held:  # it does not listen: torch can take its port, and the kernel gives it to nobody else
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        port = held.getsockname()[1]
+        # CUDA cannot be used in a forked process
+        method = "spawn" if torch.cuda.is_available() else preloaded_forkserver().get_start_method()
+        ranks = torch.multiprocessing.start_processes(
+            _rank_main, (num_ranks, port, body, args), nprocs=num_ranks, join=False, start_method=method
+        )
+        assert ranks is not None
+        processes: list[BaseProcess] = ranks.processes  # pyright: ignore[reportAssignmentType]  # torch says None
+        deadline = time.monotonic() + timeout_s
+        while not ranks.join(timeout=1):
+            if time.monotonic() > deadline:
+                for process in processes:
+                    process.kill()
+                    process.join()
+                raise TimeoutError(f"{num_ranks} ranks took longer than {timeout_s:g} s and were ended")
 
 
 def preloaded_forkserver() -> ForkServerContext:
