@@ -247,19 +247,24 @@ def _suspended(waiting_factor: float) -> tuple[MathComparer, psutil.Process]:
 
 
 ENDLESS = """
-from ownloop_tasks.math_answers import MathComparer
-comparer = MathComparer(1)
+import time
+from ownloop_tasks import math_answers
+comparer = math_answers.MathComparer(1)
 comparer.compare("72", "72", boxed=False, time_limit_s=5)
-print("begins", flush=True)
+math_answers._Process._answers_within = lambda *_: time.sleep(600)  # the process's own limit is what is tested
+print("ready", flush=True)
+input()
 comparer.compare("72", "\\\\boxed{9^{9^{9^9}}}", boxed=True, time_limit_s=1)
 """
 
 
 def test_a_comparison_outlives_its_controller_by_its_limit_only() -> None:
-    controller = subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True)
-    assert wait_for_line(controller.stdout, "the comparison") == "begins"
+    pipe = subprocess.PIPE
+    controller = subprocess.Popen([sys.executable, "-c", ENDLESS], stdin=pipe, stdout=pipe, text=True)
+    assert wait_for_line(controller.stdout, "the comparison") == "ready"
     (comparing,) = psutil.Process(controller.pid).children()
     before = comparing.cpu_times().user
+    print(file=controller.stdin, flush=True)
     wait_until(lambda: comparing.cpu_times().user >= before + 0.2, "the process to compute")
     controller.kill()
     controller.wait(LIMIT_S)
