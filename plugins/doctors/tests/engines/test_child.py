@@ -8,11 +8,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from examples.engines.mindspore_engine.child import Child, ChildError
-from tests.waiting import LIMIT_S, wait_until
+from tests.waiting import LIMIT_S, children, wait_until
 
 ROOT = Path(__file__).parents[4]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -98,8 +97,7 @@ def test_a_child_that_does_not_start_in_time_is_ended() -> None:
     script = "import time; time.sleep(61.25)"
     with pytest.raises(ChildError, match=re.escape("did not start within 0.2 s and was killed; exit status: -9")):
         start(script, start_timeout_s=0.2)
-    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    assert not [child for child in alive if script in child.cmdline()]
+    assert not children(script)
 
 
 def test_a_child_that_nobody_needs_ends() -> None:
