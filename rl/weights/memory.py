@@ -283,7 +283,7 @@ def _open(location: BufferLocation, flags: int) -> int:
     gone = f"the weights were published by process {pid}, which is gone; they have to be pushed again"
     try:
         fd = os.open(f"/proc/{pid}/fd/{owner_fd}", flags | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # it is refused while it has ended and nobody has waited for it yet
         raise PublisherGoneError(gone) from None
     if os.fstat(fd).st_ino != inode:  # the pid or descriptor was reused
         os.close(fd)

@@ -1,6 +1,8 @@
 """Readers see whole versions only, whichever process dies, and nothing is left behind."""
 
 import asyncio
+import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from rl.weights.version import (
     build_manifest,
 )
 from tests.stores import FakeStore
-from tests.waiting import LIMIT_S, wait_for_line
+from tests.waiting import LIMIT_S, has_ended, wait_for_line, wait_until
 
 MANIFEST: Manifest = build_manifest([("a", (512, 300), torch.float32), ("b", (7,), torch.bfloat16)])
 
@@ -201,6 +203,15 @@ def test_a_killed_writers_buffer_is_refused_and_then_freed() -> None:
         print(file=writer.stdin, flush=True)
         assert _line(writer) == "half"
         writer.send_signal(signal.SIGKILL)
+        wait_until(lambda: has_ended(pid), "the writer to end")
+        user = os.geteuid()
+        with contextlib.suppress(OSError):  # where there are other users
+            os.seteuid(user or 65534)
+        try:  # nobody has waited for it yet, and what it had is shown to the superuser alone
+            with pytest.raises(WeightsError, match=f"process {pid}, which is gone"):
+                WeightBuffer.open(location)
+        finally:
+            os.seteuid(user)
         writer.wait(LIMIT_S)
         with pytest.raises(UnknownVersionError, match="unfinished push"), reader.reading(_record(reader, 1)):
             pass
