@@ -14,6 +14,7 @@ import pytest
 from docs.site import build
 from tests.docs.browser import BROWSER, Tab, browser
 from tests.docs.pages import ROOT
+from tests.waiting import LIMIT_S
 
 
 def test_every_page_is_in_the_navigation(tmp_path: Path) -> None:
@@ -101,7 +102,7 @@ def test_the_search_needs_no_network(address: str, tab: Tab) -> None:
     roots = "[...document.querySelectorAll('*')].map((each) => each.shadowRoot)"
     dialog = f"{roots}.find((each) => each?.querySelector('dialog'))"
     shown = f"{dialog}?.querySelector('[role=listbox]')?.textContent ?? ''"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LIMIT_S
     while "max_staleness" not in (results := tab.value(shown)):
         tab.value(f"{dialog}?.querySelector('input').focus()")
         if not tab.value(f"{dialog}?.querySelector('input').value ?? 'closed'"):
