@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -273,6 +274,22 @@ def test_every_mistake_is_found(env: Any, finding: str) -> None:
     findings = check_env(cast(Env, env), time_limit_s=0.5 if "did not answer" in finding else LIMIT_S)
     assert any(finding in text for text in findings), findings
     assert len(findings) <= 6
+
+
+@pytest.mark.parametrize(("num_slow", "is_found"), [(1, False), (2, True)])
+def test_waiting_counts_where_it_comes_again(num_slow: int, is_found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = iter([True] * num_slow)
+    of_seed = Numbers().train_problems
+
+    def train_problems(seed: int, start: int, count: int) -> Any:
+        seconds.now += 6.0 * next(waits, False)
+        return of_seed(seed, start, count)
+
+    seconds = SimpleNamespace(now=0.0, thread_time=lambda: 0.0)
+    seconds.perf_counter = lambda: seconds.now
+    monkeypatch.setattr("ownloop_doctors.check_env.time", seconds)
+    findings = check_env(cast(Env, Numbers(train_problems=train_problems)))
+    assert [finding.partition(" for ")[0] for finding in findings] == ["train_problems took 6.0 s"] * is_found
 
 
 def test_a_coroutine_that_awaits_is_accepted() -> None:
