@@ -188,7 +188,7 @@ class Rank:
         while True:
             call_id, packed, error = await receiver.recv()
             answer = self._waiting.get(call_id)
-            if answer is None or answer.done():  # its caller was cancelled
+            if answer is None:  # its caller was cancelled
                 continue
             try:
                 content = await unpickled(packed)
@@ -196,6 +196,8 @@ class Rank:
                 fault, formatted = _text(unreadable)
                 error = error or (f"an answer cannot be read here: {fault}", formatted)
                 content = _in_words(*error)
+            if answer.done():  # its caller was cancelled while a thread read it
+                continue
             if error is None:
                 answer.set_result(content)
             else:

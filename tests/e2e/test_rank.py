@@ -14,6 +14,7 @@ import pytest
 
 from controller.processes.errors import ArgumentsError, MeshError
 from controller.processes.mesh import Mesh
+from controller.processes.rank import unpickled
 from tests.e2e.toy_actor import Toy
 
 pytestmark = pytest.mark.e2e
@@ -85,6 +86,21 @@ def test_answers_find_their_calls(run: Run) -> None:
         mesh.tell("complain", 3)  # what it raises is nobody's
         await asyncio.sleep(0.2)  # the answer to the call that was given up comes
         assert not mesh.rank(0)._waiting  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+
+    run(test)
+
+
+def test_a_call_may_be_cancelled_while_its_large_answer_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(mesh: Mesh) -> None:
+        async def cancelled_meanwhile(packed: bytes) -> Any:
+            if len(packed) > 1 << 20:
+                large.cancel()
+            return await unpickled(packed)
+
+        monkeypatch.setattr("controller.processes.rank.unpickled", cancelled_meanwhile)
+        large = asyncio.create_task(mesh.call("echo", [(bytes(2 << 20),)], wait="watched"))
+        with pytest.raises(asyncio.CancelledError):
+            await large
 
     run(test)
 
