@@ -186,11 +186,13 @@ class StopSignals:
         assert self.received is not None
         began = time.monotonic()
         end, last_end = began + self._stop_within_s, began + _SAVE_DEADLINE_S[signal.Signals(self.received)]
-        while time.monotonic() < end and not self._again.is_set():
-            if self._is_saving():
+        while not self._over.wait(0.05):
+            if self._is_saving():  # asked first: this process may have been stopped for longer than `end`
                 end = min(time.monotonic() + self._stop_within_s, last_end)  # what comes after has as long as without
-            if self._over.wait(0.05):
-                return
+            if self._again.is_set() or time.monotonic() >= end:
+                break
+        else:
+            return
         end_descendants(grace_s=0)
         try:
             self._at_deadline()

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.controller.commands.test_cli import RECIPE, ROOT, command
@@ -69,6 +70,17 @@ def stopped(what: str) -> tuple[int, list[str]]:
 @pytest.mark.parametrize("number", [INT, TERM, HUP])
 def test_a_run_that_saves_has_longer(number: int) -> None:
     assert stopped(options(number, seconds=2.5, stop_within_s=1.5)) == (128 + number, ["saved"])
+
+
+def test_a_run_that_is_paused_while_it_saves_has_longer() -> None:
+    code = [sys.executable, "-c", SAVING, options(INT, later=(signal.SIGSTOP,), seconds=1.0, stop_within_s=1.5)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(code, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
+        paused = psutil.Process(process.pid)
+        wait_until(lambda: paused.status() == psutil.STATUS_STOPPED, "its pause")
+        time.sleep(2.0)  # longer than `stop_within_s`
+        process.send_signal(signal.SIGCONT)
+        assert wait_for_end(process, "the run") == (128 + INT, "saved\n", "")
 
 
 def test_a_run_that_hangs_does_not_have_longer() -> None:
