@@ -114,7 +114,8 @@ class Launcher:
         await asyncio.gather(*self._starts, return_exceptions=True)
         await asyncio.gather(*(running.stop() for running in self._running))
         self._assignments.give_back()
-        if self._running_store is None or self._running_store.is_free:
+        store = self._running_store
+        if self._store is None or (store is not None and store.is_free):  # a start that was cut off leaves a directory
             _free_store_names.append(self._store_name)
         if self._hosts is not None:
             await self._assignments.disconnect()

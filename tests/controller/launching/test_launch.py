@@ -18,6 +18,7 @@ from generator.config import GeneratorConfig
 from rl.system.timeline import show_progress_with
 from rl.tiny_models import SERVABLE, tiny_llama
 from tests.controller.handles.fake_ranks import FakeMesh, handle_of
+from tests.waiting import until
 from trainer.config import TrainerConfig
 
 
@@ -191,6 +192,28 @@ async def test_a_start_that_failed_gives_back_its_name_and_gpus(
         with pytest.raises(ValueError, match="name is 'trainer', which is taken"):
             launcher.trainer(config.model, config)
     assert given == [("4", "5")] * 2
+
+
+@pytest.mark.virtual
+async def test_a_store_whose_start_was_cut_off_leaves_its_name_to_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, names = tiny_llama(tmp_path / "model", **SERVABLE), list[str]()
+
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    async def start(*arguments: object, **_: object) -> None:
+        names.append(str(arguments[-1]))
+        await never()
+
+    monkeypatch.setattr("controller.handles.generator_handle.GeneratorHandle.launch", never)
+    monkeypatch.setattr("controller.handles.store.WeightStore.launch", start)
+    for number in (1, 2):
+        async with Launcher(tmp_path / "logs") as launcher:
+            launcher.generator(model, GeneratorConfig(max_model_len=64))
+            await until(lambda number=number: len(names) == number, "the start of the store")
+    assert names[0] != names[1]
 
 
 @pytest.mark.virtual
