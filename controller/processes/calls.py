@@ -232,7 +232,7 @@ class Calls:
         if self.failure is not None:
             raise self.failure.again()
         loop = asyncio.get_running_loop()
-        if self._failed is None:
+        if self._failed is None or self._failed.get_loop() is not loop:
             self._failed = loop.create_future()
         executed = self._executed(call)
         errors_before, started = len(executed.errors) if executed else 0, loop.time()

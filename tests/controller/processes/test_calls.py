@@ -161,6 +161,20 @@ def test_one_ranks_failure_alone_ends_the_mesh() -> None:
     _run(waits)
 
 
+def test_a_failure_reaches_all_calls_of_a_later_event_loop() -> None:
+    async def fails(calls: Calls) -> None:
+        other = asyncio.create_task(calls.wait("generate", {0: _takes(600)}, wait="watched"))
+        await asyncio.sleep(0)
+        with pytest.raises(MeshError, match="rank 0 did not answer poke"):
+            await calls.wait("poke", {0: _takes(600)}, wait="at once")
+        with pytest.raises(MeshError, match="rank 0 did not answer poke"):
+            await asyncio.wait_for(other, 1)
+
+    calls = Calls("trainer", RankProcesses((), LOGS), Deadlines(first_s=100))
+    run_virtual(calls.wait("step", {0: _takes(1)}))
+    run_virtual(fails(calls))
+
+
 def test_the_cause_wins_over_connection_errors_that_came_first() -> None:
     async def an_exception(calls: Calls) -> None:
         with pytest.raises(MeshError, match="rank 1 raised MemoryError in step: no room"):
