@@ -142,10 +142,10 @@ class Cell:
 def process_of(log: Path) -> int | None:
     """The process whose output goes to a log, if it runs; not one of its children, whose numbers may be lower."""
     parents: dict[int, int] = {}
-    for process in psutil.process_iter():
+    for pid in psutil.pids():  # `process_iter` remembers processes, and hides one that has the number of one before it
         with suppress(OSError, psutil.Error):
-            if Path(f"/proc/{process.pid}/fd/1").readlink() == log:
-                parents[process.pid] = process.ppid()
+            if Path(f"/proc/{pid}/fd/1").readlink() == log:
+                parents[pid] = psutil.Process(pid).ppid()
     return next((pid for pid, parent in parents.items() if parent not in parents), None)
 
 
