@@ -17,7 +17,7 @@ from controller.runs.models import resolve_model
 from tests.e2e.cli_runs import wait_for_step
 from tests.generator.served_models import served_llama
 from tests.rl.recordings import recorded_rows
-from tests.waiting import LIMIT_S, wait_until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -122,11 +122,11 @@ def test_evaluations_apart_measure_the_same(tmp_path: Path) -> None:
             evaluator = process_of(tmp_path / name / "run/logs/evaluator-0.log")
             assert evaluator is not None
             os.kill(evaluator, signal.SIGKILL)
-        output, _ = run.communicate(timeout=LIMIT_S)
+        output, _ = run.communicate(timeout=400)
         assert run.returncode == 0, output
         assert ("restarting after" in output) is (name == "killed")
         runs[name] = _rows(tmp_path / name / "run" / "metrics.jsonl")
-        assert not _left_behind(run.pid)
+        wait_until(lambda run=run: not _left_behind(run.pid), "the run's processes to end")
 
     def rows(name: str, *, evaluations: bool) -> list[dict[str, Any]]:
         return [

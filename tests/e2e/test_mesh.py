@@ -22,7 +22,7 @@ from controller.processes.mesh import Mesh
 from controller.processes.rank import how_it_died
 from rl.deadlines import Deadlines
 from tests.e2e.toy_actor import Toy
-from tests.waiting import LIMIT_S, has_ended, wait_for_end, wait_for_ends, wait_for_line, wait_until
+from tests.waiting import LIMIT_S, wait_for_end, wait_for_ends, wait_for_line, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -82,7 +82,7 @@ def test_ranks_answer_log_and_end(tmp_path: Path) -> None:
 
     pids = _with_mesh(tmp_path, body, num_ranks=2)
     assert len(set(pids)) == 2
-    assert all(map(has_ended, pids))
+    wait_for_ends(pids, "the ranks")
     for rank in range(2):
         assert f"toy rank {rank} of 2 says hello" in (tmp_path / "logs" / f"toy-{rank}.log").read_text()
 
@@ -306,18 +306,18 @@ def test_a_process_that_hangs_meets_the_deadline_and_is_ended(tmp_path: Path) ->
 
     start = time.monotonic()
     (pid,) = _with_mesh(tmp_path, body)
-    assert time.monotonic() - start < 60
-    assert has_ended(pid)
+    assert time.monotonic() - start < LIMIT_S
+    wait_for_ends([pid], "the rank")
     assert "[the controller] rank 0" in (tmp_path / "logs" / "toy-0.log").read_text()
 
 
 def test_a_stopped_rank_is_found_whatever_the_deadline(tmp_path: Path) -> None:
     async def body(mesh: Mesh) -> None:
         start = time.monotonic()
-        with pytest.raises(DeadlineError, match=r"rank 1 \(process \d+\) has been stopped \(SIGSTOP\) for 3") as caught:
+        with pytest.raises(DeadlineError, match=r"rank 1 \(process \d+\) has been stopped \(SIGSTOP\) for ") as caught:
             await mesh.call("freeze", [(1,)] * 2)
-        assert time.monotonic() - start < 15
-        assert re.search(r"the controller has waited \d s for freeze; rank 0 .*, rank 1 .* did not", str(caught.value))
+        assert time.monotonic() - start < LIMIT_S
+        assert re.search(r"the controller has waited \d+ s for freeze; rank 0 .*, rank 1 .* did not", str(caught.value))
         assert re.search(r"(?s)rank 0 ---.* in freeze.*rank 1 ---.* in freeze", str(caught.value))
         assert (caught.value.rank, caught.value.verb) == (1, "freeze")
 
@@ -395,7 +395,7 @@ def test_a_controller_hears_of_deaths_that_it_caused(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "controller.log"
     arguments = [sys.executable, "-c", CONTROLLER, str(log.parent), "1", "stop"]
     for _ in range(5):  # a controller may have ended before Monarch told it of the death
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         assert done.returncode == 0, done.stderr
         assert "descendants have failed" not in done.stdout + done.stderr
         assert "shut down: True" in done.stdout, "Monarch's own handler would give it a second, and show a traceback"

@@ -16,7 +16,7 @@ from torchstore.controller import Controller
 from controller.handles.store import AsyncController, WeightStore
 from controller.processes.errors import MeshError
 from tests.e2e.weight_meshes import running_store
-from tests.waiting import has_ended
+from tests.waiting import wait_for_ends
 
 
 def _asynchronous(actor: type[Any]) -> set[bool]:
@@ -74,7 +74,7 @@ async def test_a_store_starts_after_one_whose_end_hangs(tmp_path: Path, capfd: p
         while not _is_stopped(first.mesh.pids[0]):
             await asyncio.sleep(0.01)
         await first.stop()
-        assert has_ended(first.mesh.pids[0])
+        wait_for_ends(first.mesh.pids, "the store")
         async with running_store(tmp_path / "second") as second:
             assert await _keeps(second, "second")
     assert _printed(capfd.readouterr().out) == ["store: its directory did not forget its keys within 0.5 s"]
