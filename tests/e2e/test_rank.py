@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +16,7 @@ from controller.processes.errors import ArgumentsError, MeshError
 from controller.processes.mesh import Mesh
 from controller.processes.rank import unpickled
 from tests.e2e.toy_actor import Toy
+from tests.waiting import until
 
 pytestmark = pytest.mark.e2e
 
@@ -77,15 +78,16 @@ Run = Callable[[Callable[[Mesh], Awaitable[None]]], None]
 
 def test_answers_find_their_calls(run: Run) -> None:
     async def test(mesh: Mesh) -> None:
-        late, dozing, blocked = ask(mesh, "doze", 0.6), ask(mesh, "doze", 0.5), ask(mesh, "hang", 0.01)
+        late, blocked, rank = ask(mesh, "doze", 0.5), ask(mesh, "hang", 0.01), cast(Any, mesh.rank(0))
+        dozing = asyncio.create_task(mesh.call("doze", [(600.0,)], wait="at once"))
         await asyncio.sleep(0.1)
         late.cancel()
-        assert await ask(mesh, "add", 2) == 7  # after `hang`, whose answer is None, and before those that doze
+        assert await ask(mesh, "add", 2) == 7  # after `hang`, whose answer is None, and before the one that dozes
         assert (blocked.done(), dozing.done()) == (True, False)
-        assert await dozing == 0.5
+        dozing.cancel()
+        assert await ask(mesh, "doze", 0.4) == 0.4
         mesh.tell("complain", 3)  # what it raises is nobody's
-        await asyncio.sleep(0.2)  # the answer to the call that was given up comes
-        assert not mesh.rank(0)._waiting  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        await until(lambda: not rank._waiting, "the answer to the call that was given up")
 
     run(test)
 
