@@ -12,6 +12,7 @@ from generator.config import GeneratorConfig
 from rl.tiny_models import random_batch, tiny_llama
 from tests.call_tracing import TracedCall, check_hops, traced_calls
 from tests.e2e.traced_trainer import FOLDERS
+from tests.waiting import LIMIT_S
 from trainer.config import TrainerConfig
 
 pytestmark = pytest.mark.e2e
@@ -58,6 +59,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Calls:
         return Calls(batch, pull, [*batch, *of_batch], [*push, *pull, *later])
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("controller.processes.calls._TICK_S", LIMIT_S)  # looks at a slow rank's process are no calls
         patch.setattr(trainer_handle, "ACTOR", "tests.e2e.traced_trainer:TracedTrainer")
         patch.setattr(generator_handle, "ACTOR", "tests.e2e.traced_generator:TracedGenerator")
         return asyncio.run(main())
