@@ -296,7 +296,8 @@ def test_a_process_that_dies_is_named_with_its_log(tmp_path: Path) -> None:
 
 def test_a_process_that_hangs_meets_the_deadline_and_is_ended(tmp_path: Path) -> None:
     async def body(mesh: Mesh) -> None:
-        mesh.deadlines = Deadlines(first_s=2)  # of what comes after the start
+        await mesh.call("add", [(1,)])  # the actor is there
+        mesh.deadlines = Deadlines(first_s=2)
         with pytest.raises(DeadlineError, match=r"did not answer hang within its deadline of 2 s") as caught:
             await mesh.call("hang", [(600,)])
         stack = str(caught.value).split("--- Python stack of rank 0 ---")[1]
