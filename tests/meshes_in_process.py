@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -74,7 +75,8 @@ def _registers_kernels_once() -> Callable[[], None]:
 def meshes_in_process() -> Generator[None]:
     """Within the block `Mesh.spawn` starts no process, and every TorchStore is a dictionary.
 
-    Nor are curves drawn, and a trainer does not measure again how fast this machine is.
+    Nor are curves drawn, and a trainer does not measure again how fast this machine is. What meshes have in their
+    environment is gone at the end.
     """
     stores = defaultdict[str, FakeStore](FakeStore)
 
@@ -86,7 +88,7 @@ def meshes_in_process() -> Generator[None]:
         assert name not in stores, f"there was a store {name!r} before"
         return InProcessStore(name)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with mock.patch.dict(os.environ), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mesh, "spawn", InProcessMesh.spawn)
         patch.setattr(WeightStore, "launch", launch)
         patch.setattr(torchstore, "client", client)
