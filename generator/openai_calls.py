@@ -85,8 +85,12 @@ class OpenAIRequests:
 
         Raises ValueError for a parser that vLLM does not have, and for a model without tokenizer.
         """
-        serving = await self._serving_for(call.serving, call.tool_parser, call.reasoning_parser)
-        self._running[call_id] = running = asyncio.create_task(serving.answer(call))
+
+        async def answer() -> tuple[int, str | AsyncGenerator[str]]:
+            serving = await self._serving_for(call.serving, call.tool_parser, call.reasoning_parser)
+            return await serving.answer(call)
+
+        self._running[call_id] = running = asyncio.create_task(answer())
         try:
             status, body = await running
         except asyncio.CancelledError:

@@ -272,7 +272,9 @@ class Calls:
         if not self.processes.gone and any(isinstance(error, ProcessDiedError) for error in call.errors.values()):
             loop = asyncio.get_running_loop()
             end = loop.time() + _GONE_S  # Monarch may hear of a death before the kernel has taken the process down
-            while not self.processes.gone and loop.time() < end:
+            is_over = False
+            while not self.processes.gone and not is_over:
+                is_over = loop.time() >= end  # looked at once more, as this process may have been stopped
                 await self.processes.fetch_states()  # which process it was
                 self.processes.look(at_most_s=0.0)
                 await asyncio.sleep(0 if self.processes.gone else 0.02)

@@ -112,7 +112,7 @@ class RankProcesses:
         while time.monotonic() < end:
             await asyncio.sleep(0.1)
             before, written = written, _read_from(log, start)
-            if "(most recent call first)" in written and written == before:
+            if "  File " in written and written == before:
                 break
         lines = [line for line in written.splitlines() if line.startswith(("Thread ", "Current thread ", "  File "))]
         more = [f"  ... {len(lines) - _STACK_LINES} more lines are in its log"] if len(lines) > _STACK_LINES else []

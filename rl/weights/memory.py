@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
+import psutil
 import torch
 
 from rl.system.cuda import pin, unpin
@@ -283,7 +284,11 @@ def _open(location: BufferLocation, flags: int) -> int:
     gone = f"the weights were published by process {pid}, which is gone; they have to be pushed again"
     try:
         fd = os.open(f"/proc/{pid}/fd/{owner_fd}", flags | os.O_CLOEXEC)
-    except (FileNotFoundError, PermissionError):  # it is refused while it has ended and nobody has waited for it yet
+    except FileNotFoundError:
+        raise PublisherGoneError(gone) from None
+    except PermissionError:  # as of any process that has ended and that nobody has waited for yet
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            raise
         raise PublisherGoneError(gone) from None
     if os.fstat(fd).st_ino != inode:  # the pid or descriptor was reused
         os.close(fd)

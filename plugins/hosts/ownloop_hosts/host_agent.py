@@ -179,11 +179,10 @@ class HostAgent(Actor):
 def end_processes_of(controller: str) -> None:
     """Kills every process of this user that a controller started on this host, except this one."""
     mark = f"{CONTROLLER_VARIABLE}={controller}".encode()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-            if process.pid != os.getpid() and mark in environment:
-                process.send_signal(signal.SIGKILL)
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            if pid != os.getpid() and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                os.kill(pid, signal.SIGKILL)
 
 
 def versions_here() -> Mapping[str, str]:

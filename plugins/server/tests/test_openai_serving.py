@@ -6,7 +6,7 @@ import json
 import pytest
 
 from generator.engine import GenerationEngine
-from generator.openai_calls import OpenAICall
+from generator.openai_calls import OpenAICall, OpenAIRequests
 from ownloop_server.openai_serving import OpenAIServing
 from tests.generator.engines import EngineFactory
 from tests.generator.served_models import served_llama
@@ -35,3 +35,15 @@ def test_tools_without_a_parser_are_refused(engine: GenerationEngine) -> None:
     assert status == 400
     assert isinstance(answer, str)
     assert "tool" in json.loads(answer)["error"]["message"]
+
+
+async def test_a_request_that_is_cancelled_while_the_code_is_loaded_is_not_answered(engine: GenerationEngine) -> None:
+    requests = OpenAIRequests(engine)
+    body = json.dumps({"prompt": [3], "max_tokens": 1}).encode()
+    call = OpenAICall(kind="completions", body=body, policy=None, model="tiny")
+    begun = [asyncio.create_task(requests.begin(call_id, call)) for call_id in ("first", "second")]
+    await asyncio.sleep(0)
+    requests.cancel("first")
+    with pytest.raises(RuntimeError, match="cancelled"):
+        await begun[0]
+    assert (await begun[1])[0] == 200
