@@ -37,6 +37,18 @@ def post(server: RunningServer, path: str, body: Any, **headers: str) -> tuple[i
         return error.code, json.loads(error.read())
 
 
+def result(server: RunningServer, request_id: str) -> Any:
+    """The result of a call, or its error, for which a client polls again and again."""
+    answers: list[tuple[int, Any]] = []
+
+    def polled() -> bool:
+        answers.append(post(server, "retrieve_future", {"request_id": request_id}))
+        return answers[-1][0] != 408
+
+    wait_until(polled, f"the result of {request_id}")
+    return answers[-1][1]
+
+
 def _of_dtype(name: str, dtype: Any) -> Any:
     """A datum with one array of another dtype."""
     inputs = {"target_tokens": types.TensorData(data=[3], dtype="int64", shape=[1])}
@@ -61,7 +73,7 @@ def test_a_call_that_is_sent_twice_runs_once(server: RunningServer) -> None:
     (_, first), (_, second) = post(server, "optim_step", body), post(server, "optim_step", body)
     assert first["request_id"] == second["request_id"]
     for _ in range(2):  # a lost answer is fetched again
-        assert post(server, "retrieve_future", {"request_id": first["request_id"]})[1]["metrics"]["policy_version"] == 1
+        assert result(server, first["request_id"])["metrics"]["policy_version"] == 1
     assert [verb for _, verb in server.host.calls] == ["optim_step"]
 
 
@@ -74,9 +86,7 @@ def test_calls_run_by_sequence_number_and_not_by_arrival(server: RunningServer) 
         if number > 1:  # polling ends without a result, and the client polls again
             status, answer = post(server, "retrieve_future", {"request_id": ids[number]})
             assert (status, answer["type"], answer["queue_state"]) == (408, "try_again", "active")
-    versions = {
-        n: post(server, "retrieve_future", {"request_id": i})[1]["metrics"]["policy_version"] for n, i in ids.items()
-    }
+    versions = {number: result(server, i)["metrics"]["policy_version"] for number, i in ids.items()}
     assert versions == {1: 1, 2: 2, 3: 3}
 
 
@@ -85,13 +95,13 @@ def test_a_sequence_number_that_jumps_is_an_error_in_time(server: RunningServer)
     server.gateway.training[training.model_id].turns.gap_s = 0.05
     body = {"model_id": training.model_id, "adam_params": {}}
     _, jumped = post(server, "optim_step", {**body, "seq_id": 1000})
-    answer = post(server, "retrieve_future", {"request_id": jumped["request_id"]})[1]
+    answer = result(server, jumped["request_id"])
     assert answer["category"] == "user"
     assert "waited 0.05 s for call 1, which never arrived" in answer["error"]
     _, later = post(server, "optim_step", {**body, "seq_id": 1001})
-    assert "metrics" in post(server, "retrieve_future", {"request_id": later["request_id"]})[1]
+    assert "metrics" in result(server, later["request_id"])
     _, used = post(server, "optim_step", {**body, "seq_id": 5})
-    assert "has been used" in post(server, "retrieve_future", {"request_id": used["request_id"]})[1]["error"]
+    assert "has been used" in result(server, used["request_id"])["error"]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +221,7 @@ def test_metadata_that_no_answer_could_hold_is_refused(server: RunningServer) ->
         assert (status, "which is not Unicode" in answer["detail"]) == (422, True)
     named = {"session_id": post(server, "create_session", session)[1]["session_id"], "base_model": "toy"}
     created = post(server, "create_model", named | {"model_seq_id": 0, "user_metadata": {"a": "\ud800"}})
-    answer = post(server, "retrieve_future", {"request_id": created[1]["request_id"]})[1]
+    answer = result(server, created[1]["request_id"])
     assert (answer["category"], "'\\ud800', which is not Unicode" in answer["error"]) == ("user", True)
     assert httpx.get(f"{server.url}/api/v1/training_runs").status_code == 200
 
@@ -230,7 +240,7 @@ def test_numbers_of_a_new_client_have_bounds(server: RunningServer, field: dict[
     body = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": "toy", **field}
     status, created = post(server, "create_model", body)
     assert status == 200
-    answer = post(server, "retrieve_future", {"request_id": created["request_id"]})[1]
+    answer = result(server, created["request_id"])
     assert (answer["category"], text in answer["error"]) == ("user", True)
 
 

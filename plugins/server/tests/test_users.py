@@ -311,9 +311,11 @@ def test_a_connection_that_does_not_go_on_is_closed(tmp_path: Path, monkeypatch:
         address = "127.0.0.1", int(server.url.rpartition(":")[2])
         connections = [socket.create_connection(address, timeout=LIMIT_S) for _ in range(20)]
         for connection in connections:
-            connection.sendall(sent)
+            with contextlib.suppress(ConnectionError):  # closed in the middle of what is too long
+                connection.sendall(sent)
         for connection in connections:
             with connection, contextlib.suppress(ConnectionResetError):
                 while connection.recv(4096):
                     pass
+        monkeypatch.undo()  # the next one may take longer
         assert ask(server, "/api/v1/healthz", None)[0] == 200
