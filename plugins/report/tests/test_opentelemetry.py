@@ -20,6 +20,7 @@ from controller.runs.folder import RunFolder
 from controller.runs.observers import Observers
 from ownloop_report import opentelemetry_run
 from rl.system.timeline import TIMELINE, Timeline
+from tests.waiting import LIMIT_S
 
 
 def logged(folder: RunFolder, num_steps: int = 3) -> list[tuple[str, float, float]]:
@@ -85,6 +86,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[bytes]
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(opentelemetry_run, "_END_S", LIMIT_S)  # a run that ends waits until all has come
     yield got
     server.shutdown()
     server.server_close()
