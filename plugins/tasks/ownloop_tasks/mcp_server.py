@@ -120,9 +120,17 @@ class _Connection:
         return self._incoming.statistics().open_send_streams == 0
 
     async def call(self, name: str, arguments: dict[str, object]) -> "CallToolResult":
-        """The server's result."""
-        calling = asyncio.run_coroutine_threadsafe(self._session.call_tool(name, arguments), self._loop)
-        return await asyncio.wrap_future(calling)
+        """The server's result. Raises RuntimeError if the thread that talks to the server ends before it."""
+        called = asyncio.run_coroutine_threadsafe(self._session.call_tool(name, arguments), self._loop)
+        calling = asyncio.wrap_future(called)
+        try:
+            while not calling.done() and not self._loop.is_closed():
+                await asyncio.wait([calling], timeout=1.0)  # a loop that ends may never begin the call
+        finally:
+            calling.cancel()
+        if calling.cancelled():  # by the thread: who waits here was not cancelled
+            raise RuntimeError("the MCP server ended during the call")
+        return calling.result()
 
 
 async def _call(server: MCPServer, name: str, /, **arguments: object) -> list[dict[str, str]] | str:

@@ -6,8 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Coroutine
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from warnings import catch_warnings
 
 import psutil
@@ -105,6 +108,26 @@ def test_a_server_that_ended_is_started_again(when: str) -> None:
     assert [str(each.message).partition("' ")[2] for each in ours] == ["had ended, and was started again"]
     assert again.startswith("5 letters, says ")
     assert again.rpartition(" ")[2] != first
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_call_that_begins_as_its_server_ends_fails(monkeypatch: pytest.MonkeyPatch, is_cancelled: bool) -> None:
+    (count, *_) = MCPServer(command=(sys.executable, PLAIN, f"cancels: {is_cancelled}")).tools()
+    pid = int(asyncio.run(count[1](word="seven")).rpartition(" ")[2])
+
+    def drop(call: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> Future[Any]:
+        """As a loop does that ends after it was asked whether it runs: it cancels the call, or never begins it."""
+        os.kill(pid, signal.SIGKILL)
+        wait_until(loop.is_closed, "the thread that talks to the server to end")
+        call.close()
+        dropped = Future[Any]()
+        if is_cancelled:
+            dropped.cancel()
+        return dropped
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", drop)
+    with pytest.raises(RuntimeError, match="the MCP server ended during the call"):
+        asyncio.run(asyncio.wait_for(count[1](word="seven"), LIMIT_S))
 
 
 @pytest.mark.stranger("2.B3")
