@@ -240,7 +240,7 @@ def test_a_comparison_that_gets_no_time_at_all_is_given_up() -> None:
 def _suspended(waiting_factor: float) -> tuple[MathComparer, psutil.Process]:
     """A comparer whose only process has been stopped."""
     comparer, before = MathComparer(1, waiting_factor), set(psutil.Process().children())
-    assert comparer.compare("72", "72", boxed=False, time_limit_s=5).right
+    assert comparer.compare("72", "72", boxed=False, time_limit_s=LIMIT_S).right
     (comparing,) = set(psutil.Process().children()) - before
     comparing.suspend()
     return comparer, comparing
