@@ -19,7 +19,7 @@ from controller.runs.console import Console
 from controller.runs.folder import RunFolder, complete_checkpoints
 from controller.runs.metric_rows import is_timing
 from generator.config import GeneratorConfig
-from generator.engine_calls import EngineCalls
+from generator.engine_calls import Command, EngineCalls, Generate
 from ownloop_doctors.mismatch import measure_parity
 from ownloop_families.tiny import TINY_FAMILIES as MODELS
 from ownloop_vision.image_prompts import FOLDER
@@ -29,6 +29,7 @@ from rl.types import SamplingParams
 from tests.architectures import MODELS as CORE_MODELS
 from tests.e2e.weight_meshes import PROMPTS
 from tests.meshes_in_process import meshes_in_process, vllm_in_process
+from tests.waiting import LIMIT_S
 from trainer.config import TrainerConfig
 
 pytestmark = pytest.mark.slow
@@ -53,6 +54,8 @@ FLOORS = {
 """Family and engine -> the most that trainer and generator may differ in a token's log-prob, in the mean of a step. In
 float32, but for Qwen3.5, which vLLM serves in bfloat16 alone on a CPU. There mixtures choose other experts for some
 tokens."""
+STEP, EVAL = 4, 32
+"""Prompts of a step, each with a group, and of an evaluation."""
 IN_PROCESSES = ("olmo3", "seed_oss", "smollm3")
 """vLLM changes their classes."""
 
@@ -80,10 +83,10 @@ def _check(name: str, folder: Path) -> None:
         generator=GeneratorConfig(dtype=dtype, max_model_len=64, max_num_seqs=16),
         sampling=SamplingParams(max_tokens=8),
         num_steps=20,
-        prompts_per_step=4,
+        prompts_per_step=STEP,
         group_size=8,
         learning_rate=3e-3,
-        num_eval=32,
+        num_eval=EVAL,
         checkpoint_every=8,
         keep_checkpoints=3,
     )
@@ -112,13 +115,18 @@ def _check(name: str, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _whole_bursts() -> Generator[None]:
-    """Within the block an engine that was idle waits longer for requests of the same step.
+    """Within the block an engine that was idle waits for all requests of a step or of an evaluation.
 
     The last bits of a mixture's log-probs depend on which requests are computed together, so two runs are equal only
     if a slow machine does not divide them.
     """
+
+    def await_burst(calls: EngineCalls, commands: list[Command]) -> None:
+        while isinstance(last := commands[-1], Generate) and len(commands) < (STEP if last.num_samples > 1 else EVAL):
+            commands.append(calls._commands.get(timeout=LIMIT_S))  # pyright: ignore[reportPrivateUsage]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineCalls.__init__, "__kwdefaults__", {"burst_s": 0.1, "max_burst_s": 5.0})
+        patch.setattr(EngineCalls, "_await_burst", await_burst)
         yield
 
 
