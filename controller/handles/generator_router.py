@@ -226,12 +226,12 @@ class GeneratorRouter:
 
     async def stop(self) -> None:
         """Ends every replica. May be called again."""
+        for replica in self._replicas:  # at once, so that no request has one started while others end
+            replica.up, replica.error = False, replica.error or MeshError("generator", "it was stopped")
         restarts = [replica.restart for replica in self._replicas if replica.restart is not None]
         for restart in restarts:
             restart.cancel()
         await asyncio.gather(*restarts, return_exceptions=True)
-        for replica in self._replicas:
-            replica.up, replica.error = False, replica.error or MeshError("generator", "it was stopped")
         await asyncio.gather(*(replica.generator.stop() for replica in self._replicas))
         await self._replicas.notify()
 

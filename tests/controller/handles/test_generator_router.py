@@ -236,6 +236,37 @@ async def test_a_request_that_takes_too_long_harms_no_replica() -> None:
         assert len(replicas) == 2
 
 
+async def test_no_replica_is_started_while_all_are_stopped() -> None:
+    replicas, may_end, num_starts = Replicas(), asyncio.Event(), 0
+
+    async def start(index: int) -> FakeReplica:
+        nonlocal num_starts
+        num_starts += 1
+        if num_starts == 3:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await may_end.wait()  # as processes that have begun to start
+        return await replicas.start(index)
+
+    router = await GeneratorRouter.launch(start, 2)
+    requests = [send(router, prompt) for prompt in range(2)]
+    await settle()
+    replicas[0].kill()
+    await settle()
+    assert (num_starts, router.states) == (3, ("down", "serving"))
+    stop = asyncio.create_task(router.stop())
+    await settle()
+    replicas[1].kill()
+    await settle()
+    may_end.set()
+    await stop
+    await settle()
+    assert (num_starts, router.states) == (3, ("down", "down"))
+    for outcome in await asyncio.gather(*requests, return_exceptions=True):
+        assert "it was stopped" in str(outcome)
+
+
 async def test_a_cancelled_request_is_cancelled_at_its_replica() -> None:
     async with routed() as (router, replicas):
         request = send(router, 1)
