@@ -30,7 +30,7 @@ from rl.weights.version import VersionRecords
 ACTOR = "generator.actor:VLLMGenerator"
 """The class of the ranks' actors. By its name, so that it is imported while the processes start."""
 _PROBE_S = 2.0  # between two looks at the engines
-_ALIVE_S = 10.0  # for an answer that costs no work; on an overloaded host even that takes seconds
+_ALIVE_S = 10  # for an answer that costs no work; on an overloaded host even that takes seconds
 
 
 class GeneratorHandle:
@@ -260,12 +260,13 @@ class GeneratorHandle:
 
     async def _check_alive(self) -> None:
         """Raises `MeshError` unless every rank's process answers soon."""
-        limit = asyncio.timeout(_ALIVE_S)
+        asked = asyncio.ensure_future(self._statuses())
         try:
-            async with limit:
-                await self._statuses()
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            failure = DeadlineError(self.mesh.name, f"it hangs: no answer within {_ALIVE_S:g} s", verb="generate")
-            raise await self.mesh.end(failure, range(self.mesh.num_ranks)) from None
+            for _ in range(_ALIVE_S):  # seconds in which this process ran: ranks may be stopped together with it
+                if (await asyncio.wait([asked], timeout=1.0))[0]:
+                    await asked
+                    return
+        finally:
+            asked.cancel()
+        failure = DeadlineError(self.mesh.name, f"it hangs: no answer within {_ALIVE_S} s", verb="generate")
+        raise await self.mesh.end(failure, range(self.mesh.num_ranks))

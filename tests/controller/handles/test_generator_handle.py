@@ -17,7 +17,7 @@ from generator.engine_calls import EngineStatus, EngineStoppedError
 from rl.deadlines import Deadlines
 from rl.types import SamplingParams
 from rl.weights.version import VersionRecords
-from tests.waiting import run_virtual
+from tests.waiting import VirtualLoop, run_virtual
 
 pytestmark = pytest.mark.virtual
 
@@ -37,6 +37,7 @@ class FakeMesh(Mesh):
         self.num_probes = 0
         self.num_calls_that_end = 0
         self.cancelled: list[str] = []
+        self.pause_s = self.answer_s = 0.0
 
     def rank(self, index: int) -> "FakeRank":
         return FakeRank(self, index)
@@ -62,6 +63,11 @@ class FakeRank:
 
     async def status(self) -> EngineStatus:
         self._mesh.num_probes += 1
+        if self._mesh.cancelled:  # the request has timed out
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualLoop)
+            loop.now += self._mesh.pause_s
+            await asyncio.sleep(self._mesh.answer_s)
         return self._mesh.statuses[self._index]
 
     async def generate(self, *_: object) -> list[object]:
@@ -121,6 +127,16 @@ async def test_an_engine_that_makes_progress_is_left_alone() -> None:
     assert num_probes > 2
     await asyncio.sleep(60)
     assert mesh.num_probes == num_probes
+
+
+async def test_after_a_slow_request_the_time_in_which_the_host_is_paused_does_not_count() -> None:
+    config, mesh = replace(CONFIG, request_timeout_s=10), FakeMesh(replace(STEP, seconds=1.0))
+    mesh.pause_s, mesh.answer_s = 60.0, 5.0
+    with pytest.raises(RequestTimeoutError, match="a request took longer than 10 s"):
+        await _generate(mesh, config)
+    mesh.pause_s, mesh.answer_s = 0.0, 15.0
+    with pytest.raises(DeadlineError, match="generator: it hangs: no answer within 10 s"):
+        await _generate(mesh, config)
 
 
 async def test_a_call_that_follows_another_at_once_is_watched() -> None:
