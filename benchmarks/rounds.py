@@ -51,9 +51,10 @@ async def timed(call: Awaitable[Any]) -> Time:
 
 
 def _cpu_seconds() -> float:
-    total = 0.0
-    for child in psutil.Process().children(recursive=True):
+    process = psutil.Process()
+    ended = process.cpu_times()
+    total = ended.children_user + ended.children_system
+    for child in process.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            times = child.cpu_times()
-            total += times.user + times.system
+            total += sum(child.cpu_times()[:4])  # its own, and that of its children that have ended
     return total

@@ -42,3 +42,11 @@ async def test_cpu_time_is_that_of_the_processes_that_were_started() -> None:
     assert took.wall > 0.25
     assert (await timed(asyncio.sleep(0))).cpu < 0.25  # what the process has used before does not count again
     await ends[0].communicate(b"\n")
+
+
+async def test_cpu_time_of_processes_that_have_ended_is_kept() -> None:
+    async def runs() -> None:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", BUSY)
+        assert await process.wait() == 0
+
+    assert (await timed(runs())).cpu > 0.25
