@@ -22,6 +22,7 @@ from controller.runs import Loop, RolloutSource, Run
 from controller.runs.folder import complete_checkpoints
 from generator.actor import VLLMGenerator
 from rl.lora import LoRAConfig
+from rl.system.disk import write_whole
 from trainer.actor import PolicyTrainer, PublishedEngine
 
 _CALLS: dict[tuple[type[Any], str], Phase] = {
@@ -127,7 +128,7 @@ class Strike:
         name = LOG_NAMES[victim]
         computes = victim.startswith("trainer") if phase in _TRAINER_PHASES else name.startswith("generator")
         if kind == "exception" or computes or victim == "engine thread":
-            (self._folder / f"{name}.order").write_text(kind)
+            write_whole(self._folder / f"{name}.order", kind.encode())
         else:
             process = process_of(self._log_dir / f"{name}.log")
             if process is None:
@@ -143,7 +144,7 @@ class HostStrike(Strike):
             await asyncio.sleep(IN_FLIGHT_S)
         else:
             victim = "trainer-0" if phase in _TRAINER_PHASES else "generator-0"
-            (self._folder / f"{victim}.order").write_text(WAIT)
+            write_whole(self._folder / f"{victim}.order", WAIT.encode())
 
 
 def follow(kind: str) -> None:
