@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.kills.cell import process_of
 from controller.runs.metric_rows import is_timing
 from controller.runs.models import resolve_model
-from tests.e2e.cli_runs import wait_for_step
 from tests.generator.served_models import served_llama
 from tests.rl.recordings import recorded_rows
 from tests.waiting import wait_until
@@ -103,10 +100,29 @@ def test_a_run_leaves_what_it_promises(recipe: str, mismatch: float, tmp_path: P
     assert tokenizers[0].chat_template == tokenizers[1].chat_template
 
 
+KILLED = """
+import os, signal
+from benchmarks.kills.cell import process_of
+from controller.runs import Run
+from tests.e2e.tiny_recipe import recipe
+
+before_step, killed = Run.before_step, []
+
+async def killing(run, step):
+    if step == 3 and not killed:  # by the run itself, so that it is never too late
+        killed.append(process_of(run.log_dir / "evaluator-0.log"))
+        os.kill(killed[0], signal.SIGKILL)
+    await before_step(run, step)
+
+Run.before_step = killing
+"""
+
+
 @pytest.mark.slow  # the order of what happens: tests/controller/runs/test_training_run.py
 def test_evaluations_apart_measure_the_same(tmp_path: Path) -> None:
     """The same training and evaluations as between steps; the evaluator's death only costs a restart."""
     runs: dict[str, list[dict[str, Any]]] = {}
+    (killed := tmp_path / "killed_recipe.py").write_text(KILLED)
     for name in ("between", "apart", "killed"):
         options = (
             "--evaluation",
@@ -116,12 +132,7 @@ def test_evaluations_apart_measure_the_same(tmp_path: Path) -> None:
             "--num-steps",
             "12",
         )
-        run = _ownloop(tmp_path / name, TINY_RECIPE, *options)
-        if name == "killed":
-            wait_for_step(run, tmp_path / name / "run", 2)
-            evaluator = process_of(tmp_path / name / "run/logs/evaluator-0.log")
-            assert evaluator is not None
-            os.kill(evaluator, signal.SIGKILL)
+        run = _ownloop(tmp_path / name, str(killed) if name == "killed" else TINY_RECIPE, *options)
         output, _ = run.communicate(timeout=400)
         assert run.returncode == 0, output
         assert ("restarting after" in output) is (name == "killed")
