@@ -16,7 +16,7 @@ from torchstore.controller import Controller
 from controller.handles.store import AsyncController, WeightStore
 from controller.processes.errors import MeshError
 from tests.e2e.weight_meshes import running_store
-from tests.waiting import wait_for_ends
+from tests.waiting import LIMIT_S, wait_for_ends
 
 
 def _asynchronous(actor: type[Any]) -> set[bool]:
@@ -47,13 +47,13 @@ def _printed(output: str) -> list[str]:
 
 @pytest.mark.e2e
 async def test_a_store_starts_after_one_that_was_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    async with running_store(tmp_path / "first") as first:
+    async with running_store(tmp_path / "first", teardown_s=LIMIT_S) as first:
         assert await _keeps(first, "first")
         os.kill(first.mesh.pids[0], signal.SIGKILL)
         with pytest.raises(MeshError):
             await first.mesh.call("reset", [()] * first.mesh.num_ranks)
         await first.stop()
-        async with running_store(tmp_path / "second") as second:
+        async with running_store(tmp_path / "second", teardown_s=LIMIT_S) as second:
             assert await _keeps(second, "second")
     (line,) = _printed(capfd.readouterr().out)
     assert re.search(r"could not forget its keys: MeshError: store: .*died", line)
@@ -75,7 +75,7 @@ async def test_a_store_starts_after_one_whose_end_hangs(tmp_path: Path, capfd: p
             await asyncio.sleep(0.01)
         await first.stop()
         wait_for_ends(first.mesh.pids, "the store")
-        async with running_store(tmp_path / "second") as second:
+        async with running_store(tmp_path / "second", teardown_s=LIMIT_S) as second:
             assert await _keeps(second, "second")
     assert _printed(capfd.readouterr().out) == ["store: its directory did not forget its keys within 0.5 s"]
 
@@ -83,8 +83,8 @@ async def test_a_store_starts_after_one_whose_end_hangs(tmp_path: Path, capfd: p
 @pytest.mark.e2e
 @pytest.mark.slow
 async def test_two_stores_at_a_time_hold_their_own_values(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    async with running_store(tmp_path / "a") as a:
-        async with running_store(tmp_path / "b") as b:
+    async with running_store(tmp_path / "a", teardown_s=LIMIT_S) as a:
+        async with running_store(tmp_path / "b", teardown_s=LIMIT_S) as b:
             assert await _keeps(a, "of a")
             assert await _keeps(b, "of b")
             assert await (await torchstore.client(a.name)).get("key") == "of a"
