@@ -63,6 +63,8 @@ def _run(context: Any, folder: Path, choose: random.Random) -> "Counter[str]":
         if choose.random() < 0.9:  # else during the start
             most = choose.randrange(12)  # a number and not a time: how fast the host is does not count
             wait_until(lambda: _num_done(folder) > most, "versions to be pushed and read")
+        elif victim.startswith("trainer"):  # gloo waits for ever for a peer that dies while they connect
+            wait_until(lambda: all(_report(folder, f"trainer{rank}") for rank in range(2)), "the ranks to be connected")
         time.sleep(choose.uniform(0, 0.05))
         _kill(processes[victim])
         if victim.startswith("trainer"):
