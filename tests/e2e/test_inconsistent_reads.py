@@ -83,7 +83,8 @@ def _run(context: Any, folder: Path, choose: random.Random) -> "Counter[str]":
             _pushes_on(folder, processes[name], name)
         for name in processes.keys() - {victim, "store"}:
             error = _report(folder, name).get("error")
-            assert error in (None, "WeightsError", "RuntimeError", "DistBackendError", "DistNetworkError"), name
+            own = (None, "WeightsError", "PublisherGoneError")
+            assert error in (*own, "RuntimeError", "DistBackendError", "DistNetworkError"), name
         reports = [_report(folder, name) for name in processes]
         return Counter(
             {key: sum(r.get(key, 0) for r in reports) for key in ("whole", "refused", "inconsistent", "published")}
