@@ -166,6 +166,7 @@ class Server:
     ) -> None:
         """Starts a command; `apart` keeps its errors apart from its output."""
         self.stopped_by = self.stopped_by if self.commands else ""
+        unsent = bytearray(said.encode())  # raises for what is not Unicode, before the command starts
         pipes = [os.pipe() for _ in range(1 + apart)]
         try:
             process = subprocess.Popen(
@@ -187,7 +188,7 @@ class Server:
                 os.close(end)
         if process.stdin is not None:
             os.set_blocking(process.stdin.fileno(), False)
-            write = partial(self.write, process.stdin, bytearray(said.encode()))
+            write = partial(self.write, process.stdin, unsent)
             self.selector.register(process.stdin, selectors.EVENT_WRITE, write)
         process.returncode = 0  # this server waits for all processes itself
         command = Command(number, process.pid, [end for end, _ in pipes], most)

@@ -127,6 +127,9 @@ def test_a_command_takes_as_much_of_its_input_as_it_wants(name: SandboxName) -> 
         assert (await box.run(python(copies), {}, 60, said=said)).output == said[-(1 << 16) :]
         assert (await box.run(python("print(input())"), {}, 60, said=said)).output == "0\n"
         assert (await box.run(python("import time; time.sleep(600)"), {}, 1, said=said)).exit_code is None
+        with pytest.raises(RuntimeError, match="UnicodeEncodeError"):
+            await box.run(python("open('ran', 'w')"), {}, 60, said="\ud800")
+        assert (await box.files()).names == []
 
     asyncio.run(in_a_box(name, DEFAULTS, use))
 
